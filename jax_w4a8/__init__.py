@@ -1,0 +1,1 @@
+"""W4A8 mixture-of-experts layers for JAX on CPUs."""

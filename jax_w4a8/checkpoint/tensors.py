@@ -1,0 +1,244 @@
+"""The tensors of a checkpoint directory: one ``.safetensors`` file or many, read one tensor at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jax_w4a8.checkpoint.buffers import aligned_empty
+from jax_w4a8.checkpoint.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+#: safetensors' names of the dtypes that this package reads.
+DTYPES: dict[str, np.dtype[Any]] = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "I8": np.dtype(np.int8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
+#: A file is mapped into memory while it is open, and what was read of it counts as memory of this process;
+#: after so many bytes it is opened anew.
+_REOPEN_BYTES = 32 << 20
+#: Rows of a large tensor are read in pieces of about this many bytes.
+_PIECE_BYTES = 16 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorHeader:
+    """What a file says about a tensor before it is read.
+
+    Attributes:
+      file: the file that holds it.
+      shape: its shape.
+      dtype: safetensors' name of its dtype, such as ``BF16``.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor; dtypes that this package doesn't read count as 0."""
+        itemsize = DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0
+        return math.prod(self.shape) * itemsize
+
+
+class TensorFiles:
+    """All tensors of a checkpoint directory by name; only one file is open at a time.
+
+    Attributes:
+      headers: every tensor's header, in the order of the files.
+      modules: the names of every module's own tensors.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Reads the headers of all files.
+
+        Raises:
+          CheckpointError: no file, a missing, short or damaged one, an index that doesn't fit the files, or
+            the same tensor in two files.
+        """
+        self.directory = directory
+        self.headers: dict[str, TensorHeader] = {}
+        self.modules: dict[str, list[str]] = {}
+        self._open_file: Path | None = None
+        self._handle: Any = None
+        self._bytes_read = 0
+        for file, promised in _find_files(directory).items():
+            self._add_file(file, promised)
+        self.close()
+
+    def close(self) -> None:
+        """Closes the open file; reading opens it again."""
+        self._handle = None
+        self._open_file = None
+        self._bytes_read = 0
+
+    def read(self, name: str) -> np.ndarray[Any, Any]:
+        """The tensor ``name``, in memory of its own that starts at a multiple of 64 bytes.
+
+        Raises:
+          CheckpointError: the file changed or can't be read.
+        """
+        header = self.headers[name]
+        out = aligned_empty(header.shape, DTYPES[header.dtype])
+        if out.ndim == 0 or header.nbytes <= _PIECE_BYTES:
+            out[...] = self._read_piece(name, None)
+        else:
+            for rows in _row_pieces(header):
+                out[rows] = self._read_piece(name, rows)
+        return out
+
+    def pieces(self, name: str) -> Iterator[np.ndarray[Any, Any]]:
+        """The tensor ``name`` (at least one axis) in pieces of consecutive rows, each about 16 MB."""
+        for rows in _row_pieces(self.headers[name]):
+            yield self._read_piece(name, rows)
+
+    def _read_piece(self, name: str, rows: slice | None) -> np.ndarray[Any, Any]:
+        header = self.headers[name]
+        handle = self._handle_of(header.file)
+        try:
+            piece = handle.get_tensor(name) if rows is None else handle.get_slice(name)[rows]
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{header.file}: can't read tensor {name!r}: {error}") from error
+        self._bytes_read += piece.nbytes
+        return np.asarray(piece)
+
+    def _handle_of(self, file: Path) -> Any:
+        if file != self._open_file or self._bytes_read > _REOPEN_BYTES:
+            self.close()
+            self._handle = _open(file)
+            self._open_file = file
+        return self._handle
+
+    def _add_file(self, file: Path, promised: frozenset[str] | None) -> None:
+        handle = self._handle_of(file)
+        names = list(handle.keys())
+        if promised is not None:
+            _check_index(file, promised, names)
+        for name in names:
+            if name in self.headers:
+                raise CheckpointError(
+                    f"tensor {name!r} is in two files: {self.headers[name].file} and {file}"
+                )
+            part = handle.get_slice(name)
+            self.headers[name] = TensorHeader(file, tuple(part.get_shape()), part.get_dtype())
+            self.modules.setdefault(name.rpartition(".")[0], []).append(name)
+
+
+def _row_pieces(header: TensorHeader) -> Iterator[slice]:
+    rows = header.shape[0]
+    step = max(1, _PIECE_BYTES * rows // max(1, header.nbytes))
+    for start in range(0, rows, step):
+        yield slice(start, min(rows, start + step))
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="numpy")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing") from error
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} is not a complete safetensors file, or it is damaged: {error}"
+        ) from error
+
+
+def _find_files(directory: Path) -> dict[Path, frozenset[str] | None]:
+    """The files to read, each with the tensors that an index promises, or None without an index."""
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a directory")
+    present = sorted(directory.glob("*.safetensors"))
+    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
+    files: dict[Path, frozenset[str] | None]
+    if single.exists():  # goes before an index, as in Hugging Face tools
+        files = {single: None}
+    elif index.exists():
+        files = dict(_read_index(index))
+    else:
+        files = dict.fromkeys(present)
+    if not files:
+        raise CheckpointError(f"{directory} holds no .safetensors file")
+    for file in present:
+        if file not in files:
+            logger.warning("%s is not part of the checkpoint and ignored", file)
+    return files
+
+
+def _read_index(index: Path) -> dict[Path, frozenset[str]]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: weight_map must be a non-empty JSON object")
+    shards: dict[Path, set[str]] = {}
+    for tensor, shard in weight_map.items():
+        shards.setdefault(_shard_path(index, tensor, shard), set()).add(tensor)
+    for shard, tensors in shards.items():
+        if not shard.exists():
+            raise CheckpointError(
+                f"{shard} is missing: {index.name} names it for {len(tensors)} tensors, "
+                f"such as {min(tensors)!r}"
+            )
+    return {shard: frozenset(tensors) for shard, tensors in shards.items()}
+
+
+def _shard_path(index: Path, tensor: str, shard: Any) -> Path:
+    if not isinstance(shard, str) or not shard:
+        raise CheckpointError(f"{index}: shard of {tensor!r} must be a file name, got {shard!r}")
+    for path in (PurePosixPath(shard), PureWindowsPath(shard)):
+        if path.is_absolute() or path.drive or path.root or ".." in path.parts:
+            raise CheckpointError(
+                f"{index}: shard {shard!r} of {tensor!r} lies outside the checkpoint's directory"
+            )
+    return index.parent / shard
+
+
+def _check_index(file: Path, promised: frozenset[str], present: list[str]) -> None:
+    missing = sorted(promised.difference(present))
+    if missing:
+        raise CheckpointError(
+            f"{file} lacks {len(missing)} tensors that {INDEX_FILE} places there: {first_names(missing)}"
+        )
+    extra = sorted(set(present) - promised)
+    if extra:
+        raise CheckpointError(
+            f"{file} holds {len(extra)} tensors that {INDEX_FILE} doesn't name: {first_names(extra)}"
+        )
+
+
+def first_names(names: list[str], limit: int = 10) -> str:
+    """The first names of a list, for a message."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in ``file``.
+
+    Raises:
+      CheckpointError: the file is missing, isn't JSON, or holds something other than an object.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} can't be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, got {type(value).__name__}")
+    return value

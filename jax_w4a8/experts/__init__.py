@@ -1,0 +1,1 @@
+"""Backends of the expert call, one file each."""

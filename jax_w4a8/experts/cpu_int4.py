@@ -1,0 +1,227 @@
+"""The native backend: one JAX primitive per operation, lowered to a custom call on CPU.
+
+On other platforms the same primitive lowers to the pure-JAX backend, so that a program traced here runs, or
+is exported, anywhere. A primitive's operands are canonical (see :class:`Backend`), weights flattened.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from jax_w4a8 import ffi
+from jax_w4a8.experts.base import ACTIVATIONS, Backend, ExpertOptions
+from jax_w4a8.experts.xla import XLAExperts
+from jax_w4a8.weights import ExpertWeights, LinearWeights
+
+
+def _options_attributes(options: ExpertOptions) -> dict[str, Any]:
+    activation = options.activation
+    limit = math.inf if activation.limit is None else float(activation.limit)
+    return {
+        "activation": ffi.attribute(ACTIVATIONS.index(activation.kind)),
+        "alpha": ffi.attribute(float(activation.alpha)),
+        "limit": ffi.attribute(limit),
+        "symmetric": ffi.attribute(options.activation_scheme == "symmetric"),
+        "weight_on_input": ffi.attribute(options.apply_router_weight_on_input),
+    }
+
+
+def _define(
+    operation: str,
+    abstract_eval: Callable[..., Any],
+    reference: Callable[..., jax.Array],
+    attributes: Callable[..., dict[str, Any]],
+) -> Primitive:
+    """A primitive with its abstract evaluation, its lowerings and its eager implementation."""
+    primitive = Primitive(f"w4a8_{operation}")
+    primitive.def_abstract_eval(abstract_eval)
+
+    def lower_to_custom_call(context: Any, *operands: Any, **parameters: Any) -> Any:
+        return ffi.lowering(operation)(context, *operands, **attributes(**parameters))
+
+    mlir.register_lowering(primitive, mlir.lower_fun(reference, multiple_results=False))
+    if ffi.native_available():
+        mlir.register_lowering(primitive, lower_to_custom_call, platform="cpu")
+
+    @functools.cache
+    def compiled(**parameters: Any) -> Callable[..., jax.Array]:
+        return jax.jit(functools.partial(primitive.bind, **parameters))
+
+    primitive.def_impl(lambda *operands, **parameters: compiled(**parameters)(*operands))
+    return primitive
+
+
+def _loop_over_batch(primitive: Primitive, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    """Batches one element at a time; operands without a batch axis are shared, never copied."""
+    mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True) if d is not None]
+
+    def one(elements: list[jax.Array]) -> jax.Array:
+        rest = iter(elements)
+        full = [x if d is None else next(rest) for x, d in zip(operands, dims, strict=True)]
+        return primitive.bind(*full, **params)  # type: ignore[no-any-return]
+
+    return lax.map(one, mapped), 0
+
+
+def _batch_by_tokens(primitive: Primitive, token_operands: int) -> None:
+    """Registers the batching rule: a mapped batch of tokens is more tokens.
+
+    The first ``token_operands`` operands have a leading token axis; when another one is mapped, each element
+    of the batch needs weights of its own and gets a call of its own.
+    """
+
+    def rule(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+        if any(d is not None for d in dims[token_operands:]):
+            return _loop_over_batch(primitive, operands, dims, **params)
+        size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+        folded = []
+        for x, d in zip(operands[:token_operands], dims[:token_operands], strict=True):
+            x = jnp.moveaxis(x, d, 0) if d is not None else jnp.broadcast_to(x, (size, *x.shape))
+            folded.append(x.reshape(size * x.shape[1], *x.shape[2:]))
+        y = primitive.bind(*folded, *operands[token_operands:], **params)
+        return y.reshape(size, y.shape[0] // size, *y.shape[1:]), 0
+
+    batching.primitive_batchers[primitive] = rule
+
+
+def _experts_parameters(experts: ExpertWeights, options: ExpertOptions) -> dict[str, Any]:
+    return {"structure": jax.tree.structure(experts), "options": options}
+
+
+def _fused_reference(
+    x: jax.Array,
+    weights: jax.Array,
+    ids: jax.Array,
+    *leaves: jax.Array,
+    structure: Any,
+    options: ExpertOptions,
+) -> jax.Array:
+    experts = jax.tree.unflatten(structure, leaves)
+    return XLAExperts.fused_experts(x, weights, ids, experts, options)
+
+
+def _apply_reference(
+    x: jax.Array,
+    weights: jax.Array,
+    ids: jax.Array,
+    *leaves: jax.Array,
+    structure: Any,
+    options: ExpertOptions,
+) -> jax.Array:
+    experts = jax.tree.unflatten(structure, leaves)
+    on_input = weights if options.apply_router_weight_on_input else None
+    return XLAExperts.apply_experts(x, on_input, ids, experts, options)
+
+
+def _linear_reference(
+    x: jax.Array, *leaves: jax.Array, structure: Any, activation_scheme: str
+) -> jax.Array:
+    return XLAExperts.linear(x, jax.tree.unflatten(structure, leaves), activation_scheme)
+
+
+def _linear_shape(x: Any, *leaves: Any, structure: Any, activation_scheme: str) -> Any:
+    weights: LinearWeights = jax.tree.unflatten(structure, leaves)
+    return x.update(shape=(x.shape[0], weights.out_features))
+
+
+fused_experts_p = _define(
+    "fused_experts",
+    lambda x, weights, ids, *leaves, structure, options: x.update(),
+    _fused_reference,
+    lambda structure, options: _options_attributes(options),
+)
+apply_experts_p = _define(
+    "apply_experts",
+    lambda x, weights, ids, *leaves, structure, options: x.update(
+        shape=(*ids.shape, x.shape[1]), dtype=jnp.dtype(jnp.float32)
+    ),
+    _apply_reference,
+    lambda structure, options: _options_attributes(options),
+)
+combine_p = _define(
+    "combine",
+    lambda slots, weights, dtype: slots.update(
+        shape=(slots.shape[0], slots.shape[2]), dtype=jnp.dtype(dtype)
+    ),
+    lambda slots, weights, dtype: XLAExperts.combine(slots, weights, dtype),
+    lambda dtype: {},
+)
+linear_p = _define(
+    "linear",
+    _linear_shape,
+    _linear_reference,
+    lambda structure, activation_scheme: {
+        "symmetric": ffi.attribute(activation_scheme == "symmetric")
+    },
+)
+_batch_by_tokens(fused_experts_p, 3)
+_batch_by_tokens(apply_experts_p, 3)
+_batch_by_tokens(combine_p, 2)
+_batch_by_tokens(linear_p, 1)
+
+
+class CPUExpertsInt4(Backend):
+    """The native kernels, on CPU."""
+
+    name = "cpu_int4"
+
+    @classmethod
+    def unavailable_reason(cls, platform: str) -> str | None:
+        """See :meth:`Backend.unavailable_reason`."""
+        if platform != "cpu":
+            return f"the native kernels run on platform 'cpu', not {platform!r}"
+        return ffi.unavailable_reason()
+
+    @classmethod
+    def fused_experts(
+        cls,
+        x: jax.Array,
+        weights: jax.Array,
+        ids: jax.Array,
+        experts: ExpertWeights,
+        options: ExpertOptions,
+    ) -> jax.Array:
+        """See :meth:`Backend.fused_experts`."""
+        leaves = jax.tree.leaves(experts)
+        parameters = _experts_parameters(experts, options)
+        return fused_experts_p.bind(x, weights, ids, *leaves, **parameters)  # type: ignore[no-any-return]
+
+    @classmethod
+    def apply_experts(
+        cls,
+        x: jax.Array,
+        weights: jax.Array | None,
+        ids: jax.Array,
+        experts: ExpertWeights,
+        options: ExpertOptions,
+    ) -> jax.Array:
+        """See :meth:`Backend.apply_experts`."""
+        if weights is None:
+            weights = jnp.zeros(ids.shape, jnp.float32)  # an operand that the handler doesn't read
+        leaves = jax.tree.leaves(experts)
+        parameters = _experts_parameters(experts, options)
+        return apply_experts_p.bind(x, weights, ids, *leaves, **parameters)  # type: ignore[no-any-return]
+
+    @classmethod
+    def combine(cls, slots: jax.Array, weights: jax.Array, dtype: Any) -> jax.Array:
+        """See :meth:`Backend.combine`."""
+        return combine_p.bind(slots, weights, dtype=jnp.dtype(dtype))  # type: ignore[no-any-return]
+
+    @classmethod
+    def linear(cls, x: jax.Array, weights: LinearWeights, activation_scheme: str) -> jax.Array:
+        """See :meth:`Backend.linear`."""
+        return linear_p.bind(  # type: ignore[no-any-return]
+            x,
+            *jax.tree.leaves(weights),
+            structure=jax.tree.structure(weights),
+            activation_scheme=activation_scheme,
+        )

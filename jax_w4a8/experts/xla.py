@@ -1,0 +1,217 @@
+"""The pure-JAX backend: the contract written in jnp, and what platforms without a native kernel run.
+
+Slots are sorted by expert and cut into tiles of equal height that hold one expert's tokens each; a scan over
+the tiles unpacks that expert's weights and no other's. The number of tiles is static (S / height + E).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_w4a8.experts.base import Activation, Backend, ExpertOptions
+from jax_w4a8.weights import ExpertWeights, LinearWeights, unpack_linear
+
+#: Rows whose range (or magnitude) is below this count as zero; their reciprocal scale would overflow.
+SMALLEST_RANGE = 2.0**-100
+_TILE_ROWS = 32
+
+
+class QuantizedRows(NamedTuple):
+    """Activations by rule 1 of the contract: value = (code - zero) * scale.
+
+    ``codes`` int8 ``[M, K]``; ``zero`` float32 ``[M]``, whole numbers; ``scale`` float32 ``[M]``, NaN for a
+    row that held NaN or infinity, 0 for one too small to have a scale.
+    """
+
+    codes: jax.Array
+    zero: jax.Array
+    scale: jax.Array
+
+
+def quantize_rows(x: jax.Array, scheme: str) -> QuantizedRows:
+    """Quantises each row of float32 ``[M, K]`` to INT8, by ``asymmetric`` or ``symmetric`` scheme."""
+    finite = jnp.isfinite(x).all(axis=-1, keepdims=True)
+    x = jnp.where(finite, x, 0)
+    low = jnp.minimum(x.min(axis=-1, keepdims=True, initial=0), 0)
+    high = jnp.maximum(x.max(axis=-1, keepdims=True, initial=0), 0)
+    if scheme == "symmetric":
+        extent = jnp.maximum(-low, high)
+        usable = extent >= SMALLEST_RANGE
+        factor = 127 / jnp.where(usable, extent, 1)
+        zero = jnp.zeros_like(extent)
+        scale = jnp.where(usable, extent, 0) / 127
+        smallest = -127
+    else:
+        extent = high - low
+        usable = extent >= SMALLEST_RANGE
+        factor = 255 / jnp.where(usable, extent, 1)
+        below, above = low * factor, high * factor
+        zero = jnp.where((below + above) - 1 > 0, -128 - below, 127 - above)
+        zero = jnp.where(usable, jnp.round(jnp.clip(zero, -128, 127)), 0)
+        scale = jnp.where(usable, 1 / factor, 0)
+        smallest = -128
+    codes = jnp.where(usable, jnp.clip(jnp.round(x * factor) + zero, smallest, 127), 0)
+    return QuantizedRows(
+        codes.astype(jnp.int8), zero[:, 0], jnp.where(finite, scale, jnp.nan)[:, 0]
+    )
+
+
+def _matmul(rows: QuantizedRows, weights: LinearWeights) -> jax.Array:
+    """Rule 3 of the contract: float32 ``[M, 16 * NB]``, filled-up channels included."""
+    blocks, groups, _ = weights.codes.shape
+    width = weights.group_width
+    tensor, _ = unpack_linear(_without_filling(weights))
+    codes = tensor.codes.reshape(-1, groups, width)
+    padding = groups * width - rows.codes.shape[-1]
+    x = jnp.pad(rows.codes, ((0, 0), (0, padding))).reshape(-1, groups, width)
+    sums = jnp.einsum("mgk,ngk->gmn", x, codes, preferred_element_type=jnp.int32)
+    scale = jnp.moveaxis(weights.scale, -2, 0).reshape(groups, -1).astype(jnp.float32)
+
+    def add_group(total: jax.Array, group: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        return total + group[0].astype(jnp.float32) * group[1], None
+
+    total = jnp.zeros(sums.shape[1:], jnp.float32)
+    total, _ = lax.scan(add_group, total, (sums, scale))
+    total = total - rows.zero[:, None] * weights.scaled_sum.reshape(-1)
+    return total * rows.scale[:, None] + weights.bias.reshape(-1)
+
+
+def _without_filling(weights: LinearWeights) -> LinearWeights:
+    """The same arrays, declared to be exactly as large as their blocks are."""
+    blocks, groups, _ = weights.codes.shape
+    return LinearWeights(
+        weights.codes,
+        weights.scale,
+        weights.scaled_sum,
+        weights.bias,
+        out_features=16 * blocks,
+        in_features=groups * weights.group_width,
+        group_size=weights.group_width if groups > 1 else -1,
+    )
+
+
+def activate(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
+    """Rule 4 of the contract, elementwise in float32."""
+    if activation.kind == "silu":
+        return gate * jax.nn.sigmoid(gate) * up
+    if activation.kind == "swigluoai":
+        limit = math.inf if activation.limit is None else activation.limit
+        gate = jnp.minimum(gate, limit)
+        up = jnp.clip(up, -limit, limit)
+        return (up + 1) * (gate * jax.nn.sigmoid(activation.alpha * gate))
+    return jax.nn.gelu(gate, approximate=activation.kind == "gelu_tanh") * up
+
+
+def _expert(x: jax.Array, experts: ExpertWeights, options: ExpertOptions) -> jax.Array:
+    """One expert (leaves without the E axis) on float32 rows ``[M, H]``: float32 ``[M, H]``."""
+    scheme = options.activation_scheme
+    hidden = _matmul(quantize_rows(x, scheme), experts.w13)
+    pairs = hidden.reshape(x.shape[0], -1, 2, 16)
+    gate, up = (
+        pairs[:, :, side].reshape(x.shape[0], -1)[:, : experts.intermediate_size] for side in (0, 1)
+    )
+    inner = activate(gate, up, options.activation)
+    return _matmul(quantize_rows(inner, scheme), experts.w2)[:, : experts.hidden_size]
+
+
+class _Tiles(NamedTuple):
+    expert: jax.Array  # int32 [tiles]
+    slots: jax.Array  # int32 [tiles, M]; S where a tile has fewer than M slots
+
+
+def _tile_slots(ids: jax.Array, num_experts: int) -> _Tiles:
+    """Groups valid slots of int32 ``[S]`` by expert; slots of other ids are in no tile."""
+    total = ids.shape[0]
+    height = min(_TILE_ROWS, 1 << max(0, total // num_experts).bit_length())
+    key = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts)
+    order = jnp.argsort(key, stable=True).astype(jnp.int32)
+    count = jnp.bincount(key, length=num_experts + 1)[:num_experts]
+    first_slot = jnp.cumsum(count) - count
+    tiles = -(-count // height)
+    last_tile = jnp.cumsum(tiles)
+    number = jnp.arange(total // height + min(num_experts, total))
+    expert = jnp.minimum(jnp.searchsorted(last_tile, number, side="right"), num_experts - 1)
+    row = (number - (last_tile - tiles)[expert])[:, None] * height + jnp.arange(height)
+    within = (row < count[expert][:, None]) & (number < last_tile[-1])[:, None]
+    position = jnp.where(within, first_slot[expert][:, None] + row, 0)
+    slots = jnp.where(within, order[position], total)
+    return _Tiles(expert.astype(jnp.int32), slots.astype(jnp.int32))
+
+
+class XLAExperts(Backend):
+    """Pure JAX, on any platform; agrees with the native kernels to 1e-5."""
+
+    name = "xla"
+
+    @classmethod
+    def unavailable_reason(cls, platform: str) -> str | None:
+        """Always None: every platform runs it."""
+        return None
+
+    @classmethod
+    def fused_experts(
+        cls,
+        x: jax.Array,
+        weights: jax.Array,
+        ids: jax.Array,
+        experts: ExpertWeights,
+        options: ExpertOptions,
+    ) -> jax.Array:
+        """See :meth:`Backend.fused_experts`."""
+        on_input = options.apply_router_weight_on_input
+        slots = cls.apply_experts(x, weights if on_input else None, ids, experts, options)
+        if on_input:
+            weights = jnp.ones_like(weights)
+        return cls.combine(slots, jnp.where(ids == -1, 0, weights), x.dtype)
+
+    @classmethod
+    def apply_experts(
+        cls,
+        x: jax.Array,
+        weights: jax.Array | None,
+        ids: jax.Array,
+        experts: ExpertWeights,
+        options: ExpertOptions,
+    ) -> jax.Array:
+        """See :meth:`Backend.apply_experts`."""
+        tokens, k = ids.shape
+        total = tokens * k
+        if total == 0:
+            return jnp.zeros((tokens, k, experts.hidden_size), jnp.float32)
+        rows = x.astype(jnp.float32)
+        if weights is not None:
+            rows = rows * weights
+        flat = ids.reshape(-1)
+        tiles = _tile_slots(flat, experts.num_experts)
+
+        def run_tile(tile: _Tiles) -> jax.Array:
+            one = jax.tree.map(lambda leaf: leaf[tile.expert], experts)
+            return _expert(rows[jnp.minimum(tile.slots, total - 1) // k], one, options)
+
+        outputs = lax.map(run_tile, tiles)
+        slots = jnp.zeros((total, experts.hidden_size), jnp.float32)
+        slots = slots.at[tiles.slots.reshape(-1)].set(
+            outputs.reshape(-1, experts.hidden_size), mode="drop"
+        )
+        wrong = (flat < -1) | (flat >= experts.num_experts)
+        slots = jnp.where(wrong[:, None], jnp.nan, slots)
+        return slots.reshape(tokens, k, -1)
+
+    @classmethod
+    def combine(cls, slots: jax.Array, weights: jax.Array, dtype: Any) -> jax.Array:
+        """See :meth:`Backend.combine`."""
+        total = jnp.zeros((slots.shape[0], slots.shape[2]), jnp.float32)
+        for slot in range(slots.shape[1]):
+            total = total + weights[:, slot, None] * slots[:, slot]
+        return total.astype(dtype)
+
+    @classmethod
+    def linear(cls, x: jax.Array, weights: LinearWeights, activation_scheme: str) -> jax.Array:
+        """See :meth:`Backend.linear`."""
+        rows = quantize_rows(x.astype(jnp.float32), activation_scheme)
+        return _matmul(rows, weights)[:, : weights.out_features].astype(x.dtype)

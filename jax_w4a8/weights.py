@@ -1,0 +1,340 @@
+"""The packed layout as seen from Python: one layout for every instruction set, a pytree of plain arrays.
+
+Output channels are taken in blocks of 16, inputs in runs of 8, so that a block of 16 x 8 codes fills 64
+bytes. Byte ``4 * c + i`` of it (channel ``c``, ``i`` in 0..3) holds the code of input ``i`` in its low nibble
+and of input ``4 + i`` in its high one, each as code + 8. Channels and inputs that only fill up a block hold
+code 0; their scales are 0. ``xla_ffi/layout.h`` is the C++ side of this file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_w4a8.quantization import (
+    CHANNELWISE,
+    GROUP_MULTIPLE,
+    QuantizedTensor,
+    QuantKey,
+    normalize_group_size,
+    num_groups,
+    weight_key,
+)
+
+#: Changes whenever the meaning of packed bytes does; part of every custom call's name.
+LAYOUT_VERSION = 1
+BLOCK_CHANNELS = 16
+BLOCK_INPUTS = 8
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LinearWeights:
+    """INT4 weights of one linear map, or of a stack of them (leading axes), packed for the kernels.
+
+    ``NB`` is the number of blocks of 16 output channels, ``G`` the number of groups, ``g`` their size (the
+    inputs rounded up to a multiple of 32 when channel-wise).
+
+    Attributes:
+      codes: uint8 ``[..., NB, G, 8 * g]``, the layout of this module's docstring.
+      scale: bfloat16 or float32 ``[..., NB, G, 16]``.
+      scaled_sum: float32 ``[..., NB, 16]``, each channel's sum of scale x code; it carries the zero point of
+        asymmetric activations out of the inner loop.
+      bias: float32 ``[..., NB, 16]``, zeros where there is none.
+      out_features, in_features: sizes before blocks were filled up.
+      group_size: inputs per scale, -1 for channel-wise.
+    """
+
+    codes: Any
+    scale: Any
+    scaled_sum: Any
+    bias: Any
+    out_features: int = dataclasses.field(metadata={"static": True})
+    in_features: int = dataclasses.field(metadata={"static": True})
+    group_size: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def group_width(self) -> int:
+        """Inputs that one row of packed groups holds, filling included."""
+        return _group_width(self.group_size, self.in_features)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all four arrays."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    def key(self) -> QuantKey:
+        """The scheme's name, as the oracle takes it."""
+        return weight_key(self.group_size, self.scale.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ExpertWeights:
+    """The weights of E experts, packed for the kernels.
+
+    Attributes:
+      w13: gate and up projections, leading axis E. Blocks of 16 gate channels and of the 16 up channels that
+        belong to them alternate, so that a kernel's tile holds both sides of the activation and a
+        tensor-parallel shard is a slice of the block axis.
+      w2: down projections, leading axis E.
+    """
+
+    w13: LinearWeights
+    w2: LinearWeights
+
+    @property
+    def num_experts(self) -> int:
+        """E, of this shard."""
+        return int(self.w13.codes.shape[-4])
+
+    @property
+    def hidden_size(self) -> int:
+        """H: width of the tokens."""
+        return self.w13.in_features
+
+    @property
+    def intermediate_size(self) -> int:
+        """I: width between the two projections."""
+        return self.w2.in_features
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return self.w13.nbytes + self.w2.nbytes
+
+    def key(self) -> QuantKey:
+        """The scheme's name, as the oracle takes it."""
+        return self.w13.key()
+
+
+def _group_width(group_size: int, in_features: int) -> int:
+    if group_size != CHANNELWISE:
+        return group_size
+    return -(-in_features // GROUP_MULTIPLE) * GROUP_MULTIPLE
+
+
+def num_blocks(channels: int) -> int:
+    """Blocks of 16 output channels, the last one filled up."""
+    return -(-channels // BLOCK_CHANNELS)
+
+
+def _namespace(*arrays: Any) -> ModuleType:
+    """numpy for host arrays, so that loading a checkpoint stays on the host; jax.numpy otherwise."""
+    return np if all(isinstance(a, np.ndarray | None) for a in arrays) else jnp
+
+
+def _pad_axis(xp: ModuleType, x: Any, axis: int, size: int) -> Any:
+    if x.shape[axis] == size:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return xp.pad(x, widths)
+
+
+def _pack_codes(xp: ModuleType, codes: Any, group_width: int) -> Any:
+    """int8 ``[..., N, K]`` (N and K whole blocks and groups) to uint8 ``[..., NB, G, 8 * group_width]``."""
+    *lead, n, k = codes.shape
+    offset = (codes + np.int8(8)).astype(np.uint8)
+    runs = offset.reshape(*lead, n // BLOCK_CHANNELS, BLOCK_CHANNELS, k // BLOCK_INPUTS, 2, 4)
+    packed = runs[..., 0, :] | (runs[..., 1, :] << np.uint8(4))
+    packed = xp.swapaxes(packed, -2, -3)  # a run's 16 channels become neighbours
+    return packed.reshape(*lead, n // BLOCK_CHANNELS, k // group_width, BLOCK_INPUTS * group_width)
+
+
+def _unpack_codes(xp: ModuleType, packed: Any) -> Any:
+    """The inverse of :func:`_pack_codes`."""
+    *lead, blocks, groups, nbytes = packed.shape
+    runs = packed.reshape(*lead, blocks, groups * nbytes // 64, BLOCK_CHANNELS, 4)
+    nibbles = xp.stack([runs & np.uint8(15), runs >> np.uint8(4)], axis=-2)  # [..., run, channel, 2, 4]
+    nibbles = xp.swapaxes(nibbles, -3, -4).astype(np.int8) - np.int8(8)
+    return nibbles.reshape(*lead, blocks * BLOCK_CHANNELS, groups * nbytes // BLOCK_INPUTS)
+
+
+def _scaled_sum(xp: ModuleType, codes: Any, scale: Any, group_width: int) -> Any:
+    """float32 ``[..., N]``: groups in ascending order, each sum of codes exact."""
+    sums = codes.reshape(*scale.shape, group_width).sum(axis=-1, dtype=np.int32)
+    sums = sums.astype(np.float32)
+    total = xp.zeros(scale.shape[:-1], np.float32)
+    for group in range(scale.shape[-1]):
+        total = total + sums[..., group] * scale[..., group].astype(np.float32)
+    return total
+
+
+def _pack(weights: QuantizedTensor, bias: Any) -> LinearWeights:
+    xp = _namespace(weights.codes, weights.scale, bias)
+    *lead, n, k = weights.codes.shape
+    group_size = normalize_group_size(weights.group_size, k)
+    width = _group_width(group_size, k)
+    groups = num_groups(group_size, k)
+    channels = num_blocks(n) * BLOCK_CHANNELS
+    codes = xp.asarray(weights.codes).astype(np.int8)
+    codes = _pad_axis(xp, _pad_axis(xp, codes, -1, groups * width), -2, channels)
+    scale = xp.asarray(weights.scale)
+    if scale.dtype == np.float16:
+        scale = scale.astype(np.float32)
+    scale = _pad_axis(xp, scale, -2, channels)
+    if bias is None:
+        bias = xp.zeros((*lead, n), np.float32)
+    bias = _pad_axis(xp, xp.asarray(bias).astype(np.float32), -1, channels)
+    blocked = (*lead, num_blocks(n), BLOCK_CHANNELS)
+    return LinearWeights(
+        codes=_pack_codes(xp, codes, width),
+        scale=xp.swapaxes(scale.reshape(*blocked, groups), -1, -2),
+        scaled_sum=_scaled_sum(xp, codes, scale, width).reshape(blocked),
+        bias=bias.reshape(blocked),
+        out_features=n,
+        in_features=k,
+        group_size=group_size,
+    )
+
+
+def _as_array(x: Any) -> Any:
+    return x if isinstance(x, np.ndarray) else jnp.asarray(x)
+
+
+def _check_weights(weights: QuantizedTensor, name: str) -> None:
+    if not isinstance(weights, QuantizedTensor):
+        raise TypeError(
+            f"{name} must be a QuantizedTensor (see jax_w4a8.quantize), got {type(weights).__name__}"
+        )
+    weights.check(name)
+
+
+def _check_bias(bias: Any, expected: Sequence[int], name: str) -> Any:
+    if bias is None:
+        return None
+    bias = _as_array(bias)
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise TypeError(f"{name} must be floating point, got {bias.dtype}")
+    if tuple(bias.shape) != tuple(expected):
+        raise ValueError(f"{name} must have shape {tuple(expected)}, got {tuple(bias.shape)}")
+    return bias
+
+
+def pack_linear(weights: QuantizedTensor, bias: Any = None) -> LinearWeights:
+    """Packs the weights of a linear map, or of a stack of them, for :func:`jax_w4a8.linear`.
+
+    Args:
+      weights: codes ``[..., N, K]`` with scales ``[..., N, G]``.
+      bias: floating point ``[..., N]``, or None.
+
+    Returns:
+      :class:`LinearWeights`; numpy arrays when every input is one, else jax arrays.
+
+    Raises:
+      TypeError, ValueError: an argument has the wrong type, dtype or shape, or a code is outside [-8, 7].
+    """
+    _check_weights(weights, "weights")
+    return _pack(weights, _check_bias(bias, weights.shape[:-1], "bias"))
+
+
+def unpack_linear(weights: LinearWeights) -> tuple[QuantizedTensor, jax.Array]:
+    """The inverse of :func:`pack_linear`: codes and scales as they went in, and the float32 bias ``[..., N]``.
+
+    Scales that came as float16 come back as float32.
+    """
+    xp = _namespace(weights.codes, weights.scale, weights.bias)
+    lead = weights.codes.shape[:-3]
+    codes = _unpack_codes(xp, weights.codes)[..., : weights.out_features, : weights.in_features]
+    scale = xp.swapaxes(weights.scale, -1, -2)
+    scale = scale.reshape(*lead, -1, scale.shape[-1])[..., : weights.out_features, :]
+    bias = weights.bias.reshape(*lead, -1)[..., : weights.out_features]
+    return QuantizedTensor(codes, scale, weights.group_size), bias
+
+
+def _alternate(xp: ModuleType, x: Any, intermediate: int, axis: int, interleaved: bool) -> Any:
+    """Brings 2I gate and up channels of ``axis`` into alternating blocks of 16, each filled up with zeros."""
+    axis %= x.ndim
+    lead, tail = x.shape[:axis], x.shape[axis + 1 :]
+    split = (intermediate, 2) if interleaved else (2, intermediate)
+    pairs = x.reshape(*lead, *split, *tail)
+    if interleaved:
+        pairs = xp.swapaxes(pairs, axis, axis + 1)
+    blocks = num_blocks(intermediate)
+    pairs = _pad_axis(xp, pairs, axis + 1, blocks * BLOCK_CHANNELS)
+    pairs = pairs.reshape(*lead, 2, blocks, BLOCK_CHANNELS, *tail)
+    return xp.swapaxes(pairs, axis, axis + 1).reshape(*lead, -1, *tail)
+
+
+def _separate(xp: ModuleType, x: Any, intermediate: int, axis: int) -> Any:
+    """The inverse of :func:`_alternate`, gate channels first."""
+    axis %= x.ndim
+    lead, tail = x.shape[:axis], x.shape[axis + 1 :]
+    blocks = num_blocks(intermediate)
+    pairs = xp.swapaxes(x.reshape(*lead, blocks, 2, BLOCK_CHANNELS, *tail), axis, axis + 1)
+    pairs = pairs.reshape(*lead, 2, blocks * BLOCK_CHANNELS, *tail)
+    pairs = pairs[(slice(None),) * (axis + 1) + (slice(0, intermediate),)]
+    return pairs.reshape(*lead, 2 * intermediate, *tail)
+
+
+def pack_experts(
+    w13: QuantizedTensor,
+    w2: QuantizedTensor,
+    w13_bias: Any = None,
+    w2_bias: Any = None,
+    interleaved: bool = False,
+) -> ExpertWeights:
+    """Packs the weights of E experts for :func:`jax_w4a8.fused_experts` and :func:`jax_w4a8.moe`.
+
+    Args:
+      w13: gate and up projections, codes ``[E, 2I, H]``: all gate channels, then all up channels.
+      w2: down projections, codes ``[E, H, I]``.
+      w13_bias: floating point ``[E, 2I]`` in the order of ``w13``, or None.
+      w2_bias: floating point ``[E, H]``, or None. Each is multiplied by its router weight.
+      interleaved: ``w13`` (and its bias) alternates gate and up channels instead, as gpt-oss stores it.
+
+    Returns:
+      :class:`ExpertWeights`; numpy arrays when every input is one, else jax arrays.
+
+    Raises:
+      TypeError, ValueError: an argument has the wrong type, dtype or shape, or a code is outside [-8, 7].
+    """
+    _check_weights(w13, "w13")
+    _check_weights(w2, "w2")
+    if len(w13.shape) != 3 or len(w2.shape) != 3:
+        raise ValueError(
+            f"w13 must be [E, 2I, H] and w2 [E, H, I], got shapes {w13.shape} and {w2.shape}"
+        )
+    experts, hidden, intermediate = w2.shape
+    if w13.shape != (experts, 2 * intermediate, hidden):
+        raise ValueError(
+            f"w13 must have shape {(experts, 2 * intermediate, hidden)} to fit w2 {w2.shape}, "
+            f"got {w13.shape}"
+        )
+    if experts == 0:
+        raise ValueError("w13 and w2 must hold at least one expert, got E = 0")
+    w13_bias = _check_bias(w13_bias, w13.shape[:-1], "w13_bias")
+    w2_bias = _check_bias(w2_bias, w2.shape[:-1], "w2_bias")
+
+    xp = _namespace(w13.codes, w13.scale, w13_bias)
+    blocked = QuantizedTensor(
+        _alternate(xp, w13.codes, intermediate, -2, interleaved),
+        _alternate(xp, w13.scale, intermediate, -2, interleaved),
+        w13.group_size,
+    )
+    if w13_bias is not None:
+        w13_bias = _alternate(xp, w13_bias, intermediate, -1, interleaved)
+    return ExpertWeights(w13=_pack(blocked, w13_bias), w2=_pack(w2, w2_bias))
+
+
+def unpack_experts(
+    experts: ExpertWeights,
+) -> tuple[QuantizedTensor, QuantizedTensor, jax.Array, jax.Array]:
+    """The inverse of :func:`pack_experts`: ``w13`` (gate first), ``w2``, ``w13_bias``, ``w2_bias``."""
+    xp = _namespace(experts.w13.codes, experts.w13.scale, experts.w13.bias)
+    blocked, bias = unpack_linear(experts.w13)
+    size = experts.intermediate_size
+    w13 = QuantizedTensor(
+        _separate(xp, blocked.codes, size, -2),
+        _separate(xp, blocked.scale, size, -2),
+        blocked.group_size,
+    )
+    w2, w2_bias = unpack_linear(experts.w2)
+    return w13, w2, _separate(xp, bias, size, -1), w2_bias

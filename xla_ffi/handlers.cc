@@ -1,0 +1,368 @@
+// FFI bindings: decode and check buffers, then call. Nothing past the checks can fail for its arguments.
+#include "handlers.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <initializer_list>
+#include <limits>
+#include <new>
+#include <string>
+#include <utility>
+
+#include "float_env.h"
+#include "kernels/kernels.h"
+#include "layout.h"
+#include "matmul.h"
+#include "moe.h"
+#include "parallel.h"
+
+namespace jax_w4a8 {
+namespace {
+
+namespace ffi = ::xla::ffi;
+
+using ffi::AnyBuffer;
+using ffi::Error;
+
+#define JAX_W4A8_RETURN_IF_ERROR(expression)                  \
+  do {                                                        \
+    if (Error error = (expression); error.failure()) return error; \
+  } while (false)
+
+constexpr int64_t kAnySize = -1;
+
+std::string ShapeText(const AnyBuffer& buffer) {
+  std::string text = "[";
+  for (int64_t size : buffer.dimensions()) {
+    if (text.size() > 1) text += ", ";
+    text += std::to_string(size);
+  }
+  return text + "]";
+}
+
+std::string ShapeText(std::initializer_list<int64_t> shape) {
+  std::string text = "[";
+  for (int64_t size : shape) {
+    if (text.size() > 1) text += ", ";
+    text += size == kAnySize ? "*" : std::to_string(size);
+  }
+  return text + "]";
+}
+
+Error CheckShape(const char* name, const AnyBuffer& buffer, std::initializer_list<int64_t> shape) {
+  const auto dims = buffer.dimensions();
+  bool fits = dims.size() == shape.size();
+  size_t axis = 0;
+  for (int64_t size : shape) {
+    fits = fits && (size == kAnySize || dims[axis] == size);
+    ++axis;
+  }
+  if (fits) return Error::Success();
+  return Error::InvalidArgument(std::string(name) + " must have shape " + ShapeText(shape) +
+                                ", got " + ShapeText(buffer));
+}
+
+Error CheckDType(const char* name, const AnyBuffer& buffer, ffi::DataType dtype,
+                 const char* dtype_name) {
+  if (buffer.element_type() == dtype) return Error::Success();
+  return Error::InvalidArgument(std::string(name) + " must be " + dtype_name);
+}
+
+Error DecodeDType(const char* name, const AnyBuffer& buffer, DType* dtype) {
+  switch (buffer.element_type()) {
+    case ffi::DataType::F32:
+      *dtype = DType::kF32;
+      return Error::Success();
+    case ffi::DataType::BF16:
+      *dtype = DType::kBF16;
+      return Error::Success();
+    case ffi::DataType::F16:
+      *dtype = DType::kF16;
+      return Error::Success();
+    default:
+      return Error::InvalidArgument(std::string(name) + " must be float32, bfloat16 or float16");
+  }
+}
+
+// The four arrays of packed weights, as they follow each other among the operands.
+struct WeightBuffers {
+  const char* name;
+  AnyBuffer codes;
+  AnyBuffer scale;
+  AnyBuffer scaled_sum;
+  AnyBuffer bias;
+};
+
+// Checks one packed matrix, or a stack of `stack` of them (kAnySize: none), and that it takes `inputs`
+// (kAnySize: any number).
+Error DecodeWeights(const WeightBuffers& buffers, int64_t stack, int64_t inputs,
+                    PackedMatrix* out) {
+  // The widest group whose exact sum fits 32 bits: 2^20 products of 8 x 128.
+  constexpr int64_t kWidestGroup = int64_t{1} << 20;
+  const std::string name = buffers.name;
+  const auto dims = buffers.codes.dimensions();
+  const bool stacked = stack != kAnySize;
+  const size_t axis = stacked ? 1 : 0;
+  JAX_W4A8_RETURN_IF_ERROR(
+      CheckDType((name + ".codes").c_str(), buffers.codes, ffi::DataType::U8, "uint8"));
+  if (dims.size() != axis + 3 || (stacked && dims[0] != stack)) {
+    return Error::InvalidArgument(name + ".codes must have shape " + (stacked ? "[E, " : "[") +
+                                  "blocks, groups, bytes], got " + ShapeText(buffers.codes));
+  }
+  out->blocks = dims[axis];
+  out->groups = dims[axis + 1];
+  out->group_width = dims[axis + 2] / (kRunBytes / kRunInputs);
+  const bool fits =
+      dims[axis + 2] > 0 && dims[axis + 2] % (kRunBytes / kRunInputs * kChunkInputs) == 0 &&
+      out->group_width <= kWidestGroup && out->blocks > 0 && out->groups > 0 &&
+      (inputs == kAnySize || (out->inputs() >= inputs && out->inputs() - out->group_width < inputs));
+  if (!fits) {
+    return Error::InvalidArgument(name + ".codes doesn't hold whole groups for its inputs, got " +
+                                  ShapeText(buffers.codes));
+  }
+  JAX_W4A8_RETURN_IF_ERROR(DecodeDType((name + ".scale").c_str(), buffers.scale, &out->scale_dtype));
+  if (out->scale_dtype == DType::kF16) {
+    return Error::InvalidArgument(name + ".scale must be float32 or bfloat16");
+  }
+  for (const auto& [part, buffer] : {std::pair(".scaled_sum", &buffers.scaled_sum),
+                                     std::pair(".bias", &buffers.bias)}) {
+    const std::string full = name + part;
+    JAX_W4A8_RETURN_IF_ERROR(CheckDType(full.c_str(), *buffer, ffi::DataType::F32, "float32"));
+    JAX_W4A8_RETURN_IF_ERROR(
+        stacked ? CheckShape(full.c_str(), *buffer, {stack, out->blocks, kBlockChannels})
+                : CheckShape(full.c_str(), *buffer, {out->blocks, kBlockChannels}));
+  }
+  const std::string scale = name + ".scale";
+  JAX_W4A8_RETURN_IF_ERROR(
+      stacked ? CheckShape(scale.c_str(), buffers.scale,
+                           {stack, out->blocks, out->groups, kBlockChannels})
+              : CheckShape(scale.c_str(), buffers.scale, {out->blocks, out->groups, kBlockChannels}));
+  out->codes = static_cast<const uint8_t*>(buffers.codes.untyped_data());
+  out->scale = buffers.scale.untyped_data();
+  out->scaled_sum = static_cast<const float*>(buffers.scaled_sum.untyped_data());
+  out->bias = static_cast<const float*>(buffers.bias.untyped_data());
+  return Error::Success();
+}
+
+Error CheckIds(const int32_t* ids, int64_t tokens, int64_t top_k, int64_t experts) {
+  for (int64_t slot = 0; slot < tokens * top_k; ++slot) {
+    if (ids[slot] >= -1 && ids[slot] < experts) continue;
+    return Error::InvalidArgument("expert id " + std::to_string(ids[slot]) + " of token " +
+                                  std::to_string(slot / top_k) + ", slot " +
+                                  std::to_string(slot % top_k) + " is outside [-1, " +
+                                  std::to_string(experts) + ")");
+  }
+  return Error::Success();
+}
+
+Error OutOfMemory() {
+  return Error(ffi::ErrorCode::kResourceExhausted, "no memory for jax_w4a8's scratch");
+}
+
+// Below this many multiply-accumulates a call is over before a helper would wake up.
+constexpr int64_t kAloneWork = 200000;
+
+int ThreadsFor(const ffi::ThreadPool& pool, int64_t work) {
+  if (work < kAloneWork) return 1;
+  const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
+  const int limit = ThreadLimit();
+  return static_cast<int>(std::min<int64_t>(threads, limit > 0 ? limit : 1024));
+}
+
+// Runs body(team) in the kernels' floating point state; no exception leaves.
+template <class Body>
+Error WithTeam(ffi::ThreadPool& pool, int64_t work, const Body& body) noexcept {
+  try {
+    const ScopedFloatEnv float_env;
+    Team team([&pool](std::function<void()> task) { pool.Schedule(std::move(task)); },
+              ThreadsFor(pool, work));
+    return body(team);
+  } catch (const std::bad_alloc&) {
+    return OutOfMemory();
+  }
+}
+
+Error Experts(ffi::ThreadPool& pool, AnyBuffer x, AnyBuffer weights, AnyBuffer ids,
+              const WeightBuffers& w13, const WeightBuffers& w2, int32_t activation, float alpha,
+              float limit, bool symmetric, bool weight_on_input, AnyBuffer result, bool combined) {
+  MoeCall call = {};
+  JAX_W4A8_RETURN_IF_ERROR(CheckShape("x", x, {kAnySize, kAnySize}));
+  JAX_W4A8_RETURN_IF_ERROR(DecodeDType("x", x, &call.dtype));
+  call.tokens = x.dimensions()[0];
+  call.hidden = x.dimensions()[1];
+  JAX_W4A8_RETURN_IF_ERROR(CheckDType("ids", ids, ffi::DataType::S32, "int32"));
+  JAX_W4A8_RETURN_IF_ERROR(CheckShape("ids", ids, {call.tokens, kAnySize}));
+  call.top_k = ids.dimensions()[1];
+  JAX_W4A8_RETURN_IF_ERROR(CheckDType("weights", weights, ffi::DataType::F32, "float32"));
+  JAX_W4A8_RETURN_IF_ERROR(CheckShape("weights", weights, {call.tokens, call.top_k}));
+  if (w13.codes.dimensions().size() != 4) {
+    return Error::InvalidArgument("w13.codes must have shape [E, blocks, groups, bytes], got " +
+                                  ShapeText(w13.codes));
+  }
+  call.experts = w13.codes.dimensions()[0];
+  JAX_W4A8_RETURN_IF_ERROR(DecodeWeights(w13, call.experts, call.hidden, &call.w13));
+  JAX_W4A8_RETURN_IF_ERROR(DecodeWeights(w2, call.experts, kAnySize, &call.w2));
+  const int64_t inner = call.w13.blocks / 2 * kBlockChannels;
+  if (call.w13.blocks % 2 || call.w2.inputs() <= inner - kBlockChannels ||
+      call.w2.inputs() - call.w2.group_width >= inner) {
+    return Error::InvalidArgument("w13.codes " + ShapeText(w13.codes) +
+                                  " doesn't produce what w2.codes " + ShapeText(w2.codes) +
+                                  " takes");
+  }
+  if ((call.hidden + kBlockChannels - 1) / kBlockChannels != call.w2.blocks) {
+    return Error::InvalidArgument("w2.codes " + ShapeText(w2.codes) + " doesn't produce the " +
+                                  std::to_string(call.hidden) + " columns of x");
+  }
+  if (activation < 0 || activation > static_cast<int32_t>(ActivationKind::kGeluTanh)) {
+    return Error::InvalidArgument("unknown activation " + std::to_string(activation));
+  }
+  if (weight_on_input && call.top_k != 1) {
+    return Error::InvalidArgument("router weights on the input need top_k = 1, got " +
+                                  std::to_string(call.top_k));
+  }
+  if (call.tokens * call.top_k > std::numeric_limits<int32_t>::max()) {
+    return Error::InvalidArgument("x has too many tokens: " + ShapeText(x));
+  }
+  call.ids = static_cast<const int32_t*>(ids.untyped_data());
+  JAX_W4A8_RETURN_IF_ERROR(CheckIds(call.ids, call.tokens, call.top_k, call.experts));
+  call.x = x.untyped_data();
+  call.weights = static_cast<const float*>(weights.untyped_data());
+  call.activation = {static_cast<ActivationKind>(activation), alpha, limit};
+  call.symmetric = symmetric;
+  call.weight_on_input = weight_on_input;
+  if (combined) {
+    call.y = result.untyped_data();
+  } else {
+    call.slots = static_cast<float*>(result.untyped_data());
+  }
+  const int64_t work = call.tokens * call.top_k * kBlockChannels *
+                       (call.w13.blocks * call.w13.inputs() + call.w2.blocks * call.w2.inputs());
+  return WithTeam(pool, work, [&](Team& team) {
+    return RunMoe(call, ActiveKernels(), team) ? Error::Success() : OutOfMemory();
+  });
+}
+
+Error FusedExperts(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer weights, AnyBuffer ids,
+                   AnyBuffer w13_codes, AnyBuffer w13_scale, AnyBuffer w13_sum, AnyBuffer w13_bias,
+                   AnyBuffer w2_codes, AnyBuffer w2_scale, AnyBuffer w2_sum, AnyBuffer w2_bias,
+                   int32_t activation, float alpha, float limit, bool symmetric,
+                   bool weight_on_input, ffi::Result<AnyBuffer> y) {
+  const auto dims = x.dimensions();
+  if (dims.size() == 2) JAX_W4A8_RETURN_IF_ERROR(CheckShape("y", *y, {dims[0], dims[1]}));
+  JAX_W4A8_RETURN_IF_ERROR(CheckDType("y", *y, x.element_type(), "of the dtype of x"));
+  return Experts(pool, x, weights, ids, {"w13", w13_codes, w13_scale, w13_sum, w13_bias},
+                 {"w2", w2_codes, w2_scale, w2_sum, w2_bias}, activation, alpha, limit, symmetric,
+                 weight_on_input, *y, /*combined=*/true);
+}
+
+Error ApplyExperts(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer weights, AnyBuffer ids,
+                   AnyBuffer w13_codes, AnyBuffer w13_scale, AnyBuffer w13_sum, AnyBuffer w13_bias,
+                   AnyBuffer w2_codes, AnyBuffer w2_scale, AnyBuffer w2_sum, AnyBuffer w2_bias,
+                   int32_t activation, float alpha, float limit, bool symmetric,
+                   bool weight_on_input, ffi::Result<AnyBuffer> slots) {
+  const auto x_dims = x.dimensions(), id_dims = ids.dimensions();
+  if (x_dims.size() == 2 && id_dims.size() == 2) {
+    JAX_W4A8_RETURN_IF_ERROR(CheckShape("slots", *slots, {id_dims[0], id_dims[1], x_dims[1]}));
+  }
+  JAX_W4A8_RETURN_IF_ERROR(CheckDType("slots", *slots, ffi::DataType::F32, "float32"));
+  return Experts(pool, x, weights, ids, {"w13", w13_codes, w13_scale, w13_sum, w13_bias},
+                 {"w2", w2_codes, w2_scale, w2_sum, w2_bias}, activation, alpha, limit, symmetric,
+                 weight_on_input, *slots, /*combined=*/false);
+}
+
+Error CombineSlots(ffi::ThreadPool pool, AnyBuffer slots, AnyBuffer weights,
+                   ffi::Result<AnyBuffer> y) {
+  CombineCall call = {};
+  JAX_W4A8_RETURN_IF_ERROR(CheckShape("slots", slots, {kAnySize, kAnySize, kAnySize}));
+  JAX_W4A8_RETURN_IF_ERROR(CheckDType("slots", slots, ffi::DataType::F32, "float32"));
+  call.tokens = slots.dimensions()[0];
+  call.top_k = slots.dimensions()[1];
+  call.hidden = slots.dimensions()[2];
+  JAX_W4A8_RETURN_IF_ERROR(CheckShape("weights", weights, {call.tokens, call.top_k}));
+  JAX_W4A8_RETURN_IF_ERROR(CheckDType("weights", weights, ffi::DataType::F32, "float32"));
+  JAX_W4A8_RETURN_IF_ERROR(CheckShape("y", *y, {call.tokens, call.hidden}));
+  JAX_W4A8_RETURN_IF_ERROR(DecodeDType("y", *y, &call.dtype));
+  call.slots = static_cast<const float*>(slots.untyped_data());
+  call.weights = static_cast<const float*>(weights.untyped_data());
+  call.y = y->untyped_data();
+  return WithTeam(pool, call.tokens * call.top_k * call.hidden, [&](Team& team) {
+    RunCombine(call, ActiveKernels(), team);
+    return Error::Success();
+  });
+}
+
+Error Linear(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer codes, AnyBuffer scale,
+             AnyBuffer scaled_sum, AnyBuffer bias, bool symmetric, ffi::Result<AnyBuffer> y) {
+  LinearCall call = {};
+  JAX_W4A8_RETURN_IF_ERROR(CheckShape("x", x, {kAnySize, kAnySize}));
+  JAX_W4A8_RETURN_IF_ERROR(DecodeDType("x", x, &call.dtype));
+  call.rows = x.dimensions()[0];
+  call.features = x.dimensions()[1];
+  JAX_W4A8_RETURN_IF_ERROR(DecodeWeights({"weights", codes, scale, scaled_sum, bias}, kAnySize,
+                                         call.features, &call.weights));
+  JAX_W4A8_RETURN_IF_ERROR(CheckShape("y", *y, {call.rows, kAnySize}));
+  JAX_W4A8_RETURN_IF_ERROR(CheckDType("y", *y, x.element_type(), "of the dtype of x"));
+  call.out_features = y->dimensions()[1];
+  if ((call.out_features + kBlockChannels - 1) / kBlockChannels != call.weights.blocks) {
+    return Error::InvalidArgument("weights.codes " + ShapeText(codes) + " doesn't produce the " +
+                                  std::to_string(call.out_features) + " columns of y");
+  }
+  if (call.rows > std::numeric_limits<int32_t>::max()) {
+    return Error::InvalidArgument("x has too many rows: " + ShapeText(x));
+  }
+  call.x = x.untyped_data();
+  call.y = y->untyped_data();
+  call.symmetric = symmetric;
+  const int64_t work = call.rows * call.weights.blocks * kBlockChannels * call.weights.inputs();
+  return WithTeam(pool, work, [&](Team& team) {
+    return RunLinear(call, ActiveKernels(), team) ? Error::Success() : OutOfMemory();
+  });
+}
+
+// Operands and attributes that both expert calls share.
+auto ExpertsBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<AnyBuffer>()  // x
+      .Arg<AnyBuffer>()  // weights
+      .Arg<AnyBuffer>()  // ids
+      .Arg<AnyBuffer>()  // w13: codes, scale, scaled_sum, bias
+      .Arg<AnyBuffer>()
+      .Arg<AnyBuffer>()
+      .Arg<AnyBuffer>()
+      .Arg<AnyBuffer>()  // w2: codes, scale, scaled_sum, bias
+      .Arg<AnyBuffer>()
+      .Arg<AnyBuffer>()
+      .Arg<AnyBuffer>()
+      .Attr<int32_t>("activation")
+      .Attr<float>("alpha")
+      .Attr<float>("limit")
+      .Attr<bool>("symmetric")
+      .Attr<bool>("weight_on_input")
+      .Ret<AnyBuffer>();
+}
+
+}  // namespace
+}  // namespace jax_w4a8
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxW4A8FusedExperts, jax_w4a8::FusedExperts,
+                              jax_w4a8::ExpertsBinding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxW4A8ApplyExperts, jax_w4a8::ApplyExperts,
+                              jax_w4a8::ExpertsBinding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxW4A8Combine, jax_w4a8::CombineSlots,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()   // slots
+                                  .Arg<xla::ffi::AnyBuffer>()   // weights
+                                  .Ret<xla::ffi::AnyBuffer>());  // y
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxW4A8Linear, jax_w4a8::Linear,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()  // x
+                                  .Arg<xla::ffi::AnyBuffer>()  // codes
+                                  .Arg<xla::ffi::AnyBuffer>()  // scale
+                                  .Arg<xla::ffi::AnyBuffer>()  // scaled_sum
+                                  .Arg<xla::ffi::AnyBuffer>()  // bias
+                                  .Attr<bool>("symmetric")
+                                  .Ret<xla::ffi::AnyBuffer>());  // y

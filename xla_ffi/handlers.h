@@ -1,0 +1,12 @@
+// The custom calls, as XLA sees them.
+#ifndef JAX_W4A8_XLA_FFI_HANDLERS_H_
+#define JAX_W4A8_XLA_FFI_HANDLERS_H_
+
+#include "xla/ffi/api/ffi.h"
+
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxW4A8FusedExperts);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxW4A8ApplyExperts);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxW4A8Combine);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxW4A8Linear);
+
+#endif  // JAX_W4A8_XLA_FFI_HANDLERS_H_

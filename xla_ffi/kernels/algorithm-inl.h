@@ -1,0 +1,497 @@
+// The one algorithm behind every instruction set, over a class V of 16-wide logical vectors.
+//
+// A kernel file defines V (see vec_portable-inl.h for what each member means), includes this file inside an
+// anonymous namespace of its own, and hands out MakeKernels<V>(). Nothing here may differ in result between
+// instruction sets: sums of codes are exact integers, floats meet only fused multiply-adds and correctly
+// rounded operations in a fixed order, and every file is compiled with -ffp-contract=off.
+//
+// No standard C++ header belongs here: their inline functions would be compiled with this file's flags and
+// could be the copy that the linker keeps for everybody.
+
+// Tiles must be unrolled to live in registers; the portable file has none to keep, and leaves it be.
+#if (defined(__GNUC__) || defined(__clang__)) && !defined(JAX_W4A8_PORTABLE)
+#define JAX_W4A8_UNROLL _Pragma("GCC unroll 16")
+#else
+#define JAX_W4A8_UNROLL
+#endif
+
+// ---------------------------------------------------------------------------------------------------------
+// Quantisation of activations (rule 1 of the contract).
+
+// Loads n <= 16 floats; lanes behind them are zero.
+template <class V>
+static inline typename V::F LoadSome(const float* x, int64_t n) {
+  if (n >= kBlockChannels) return V::Load(x);
+  float lanes[kBlockChannels] = {};
+  for (int64_t i = 0; i < n; ++i) lanes[i] = x[i];
+  return V::Load(lanes);
+}
+
+struct RowRange {
+  float low;   // min(0, min x)
+  float high;  // max(0, max x)
+  bool finite;
+};
+
+template <class V>
+static inline RowRange FindRange(const float* x, int64_t n, typename V::F factor) {
+  typename V::F low = V::Set(0), high = V::Set(0), check = V::Set(0);
+  for (int64_t i = 0; i < n; i += kBlockChannels) {
+    const typename V::F value = V::Mul(LoadSome<V>(x + i, n - i), factor);
+    low = V::Min(value, low);
+    high = V::Max(value, high);
+    check = V::Fma(value, V::Set(0), check);  // NaN from the first NaN or infinity on
+  }
+  float lows[kBlockChannels], highs[kBlockChannels], checks[kBlockChannels];
+  V::Store(lows, low);
+  V::Store(highs, high);
+  V::Store(checks, check);
+  RowRange range = {0, 0, true};
+  for (int lane = 0; lane < kBlockChannels; ++lane) {
+    range.low = lows[lane] < range.low ? lows[lane] : range.low;
+    range.high = highs[lane] > range.high ? highs[lane] : range.high;
+    range.finite = range.finite && checks[lane] == 0;
+  }
+  return range;
+}
+
+// code = clamp(rint(value * multiplier) + zero, smallest, 127); value = (code - zero) * scale.
+struct RowScheme {
+  float multiplier;
+  float zero;
+  float scale;
+  float smallest;
+};
+
+static inline RowScheme AsymmetricScheme(const RowRange& range) {
+  const float multiplier = 255.0f / (range.high - range.low);
+  const float below = range.low * multiplier;
+  const float above = range.high * multiplier;
+  float zero = (below + above) - 1.0f > 0 ? -128.0f - below : 127.0f - above;
+  zero = zero < -128.0f ? -128.0f : zero;
+  zero = zero > 127.0f ? 127.0f : zero;
+  return {multiplier, rintf(zero), 1.0f / multiplier, -128.0f};
+}
+
+static inline RowScheme SymmetricScheme(float magnitude) {
+  return {127.0f / magnitude, 0, magnitude / 127.0f, -127.0f};
+}
+
+static inline RowScheme ChooseScheme(const RowRange& range, bool symmetric) {
+  constexpr float kSmallestRange = 0x1p-100f;  // below, a reciprocal could overflow
+  const float magnitude = -range.low > range.high ? -range.low : range.high;
+  const float extent = symmetric ? magnitude : range.high - range.low;
+  if (!(extent >= kSmallestRange)) return {0, 0, 0, 0};
+  return symmetric ? SymmetricScheme(magnitude) : AsymmetricScheme(range);
+}
+
+template <class V>
+static void QuantizeRow(const float* x, int64_t n, float factor, bool symmetric, int64_t row,
+                        const QuantizedRows& out) {
+  const typename V::F by = V::Set(factor);
+  const RowRange range = FindRange<V>(x, n, by);
+  RowScheme scheme = {0, 0, NAN, 0};  // of a row with NaN or infinity: codes 0, result NaN
+  if (range.finite) scheme = ChooseScheme(range, symmetric);
+  out.zero[row] = scheme.zero;
+  out.scale[row] = scheme.scale;
+
+  const typename V::F multiplier = V::Set(scheme.multiplier), zero = V::Set(scheme.zero);
+  const typename V::F smallest = V::Set(scheme.smallest), largest = V::Set(127);
+  int8_t* codes = out.codes + row * out.inputs();
+  int32_t* start = out.start + row * out.groups;
+  const bool all_zero = !(scheme.multiplier > 0);
+  int64_t i = 0;
+  for (int64_t group = 0; group < out.groups; ++group) {
+    typename V::I sum = V::SetInt(0);
+    for (const int64_t end = i + out.group_width; i < end; i += kBlockChannels) {
+      if (all_zero || i >= n) {
+        V::StoreCodes(codes + i, V::SetInt(0));
+        continue;
+      }
+      const typename V::F value = V::Mul(LoadSome<V>(x + i, n - i), by);
+      const typename V::F code = V::Add(V::Rint(V::Mul(value, multiplier)), zero);
+      typename V::I whole = V::ToInt(V::Min(V::Max(code, smallest), largest));
+      if (n - i < kBlockChannels) whole = V::KeepFirst(whole, static_cast<int>(n - i));
+      V::StoreCodes(codes + i, whole);
+      sum = V::AddInt(sum, whole);
+    }
+    start[group] = -kCodeOffset * V::Sum(sum);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Activations (rule 4).
+
+// e^x to 2 ulp for x of [-87, 88]; x beyond is clamped. NaN stays NaN.
+template <class V>
+static inline typename V::F Exp(typename V::F x) {
+  // Operand order matters: Min and Max return their second operand when one is NaN.
+  x = V::Max(V::Set(-87.0f), V::Min(V::Set(88.0f), x));
+  const typename V::F n = V::Rint(V::Mul(x, V::Set(0x1.715476p+0f)));
+  typename V::F r = V::Fma(n, V::Set(-0x1.62e4p-1f), x);
+  r = V::Fma(n, V::Set(-0x1.7f7d1cp-20f), r);
+  typename V::F p = V::Set(0.0013933652f);  // minimax of (e^r - 1 - r) / r^2
+  p = V::Fma(p, r, V::Set(0.008363182f));
+  p = V::Fma(p, r, V::Set(0.041666467f));
+  p = V::Fma(p, r, V::Set(0.16666576f));
+  p = V::Fma(p, r, V::Set(0.5f));
+  p = V::Fma(p, V::Mul(r, r), r);
+  p = V::Add(p, V::Set(1.0f));
+  return V::MulPow2(p, n);
+}
+
+template <class V>
+static inline typename V::F Sigmoid(typename V::F x) {
+  const typename V::F e = Exp<V>(V::Sub(V::Set(0), x));
+  return V::Div(V::Set(1.0f), V::Add(V::Set(1.0f), e));
+}
+
+// The normal distribution's cumulative function. erfc(a) = e^(-a^2) t P(t), t = 1 / (1 + 0.37 a): P is a
+// minimax fit (2.6e-8) over a of [0, 9.5], beyond which e^(-a^2) is 0 in float.
+template <class V>
+static inline typename V::F NormalCdf(typename V::F x) {
+  const typename V::F magnitude = V::Max(V::Sub(V::Set(0), x), x);
+  const typename V::F scaled = V::Mul(magnitude, V::Set(0.37f * 0.70710678118654752f));
+  const typename V::F t = V::Div(V::Set(1.0f), V::Add(V::Set(1.0f), scaled));
+  typename V::F p = V::Set(0.06320789f);
+  p = V::Fma(p, t, V::Set(-0.30930763f));
+  p = V::Fma(p, t, V::Set(0.49886706f));
+  p = V::Fma(p, t, V::Set(-0.29855856f));
+  p = V::Fma(p, t, V::Set(0.3196042f));
+  p = V::Fma(p, t, V::Set(0.10291529f));
+  p = V::Fma(p, t, V::Set(0.20714119f));
+  p = V::Fma(p, t, V::Set(0.20731004f));
+  p = V::Fma(p, t, V::Set(0.20882054f));
+  const typename V::F e = Exp<V>(V::Mul(V::Mul(x, x), V::Set(-0.5f)));
+  const typename V::F tail = V::Mul(V::Set(0.5f), V::Mul(e, V::Mul(t, p)));
+  return V::SelectNegative(x, tail, V::Sub(V::Set(1.0f), tail));
+}
+
+template <class V>
+static inline typename V::F Activate(const Activation& activation, typename V::F gate,
+                                     typename V::F up) {
+  switch (activation.kind) {
+    case ActivationKind::kSwigluOai: {
+      const typename V::F limit = V::Set(activation.limit);
+      gate = V::Min(limit, gate);
+      up = V::Max(V::Set(-activation.limit), V::Min(limit, up));
+      const typename V::F sigmoid = Sigmoid<V>(V::Mul(V::Set(activation.alpha), gate));
+      return V::Mul(V::Add(up, V::Set(1.0f)), V::Mul(gate, sigmoid));
+    }
+    case ActivationKind::kGelu:
+      return V::Mul(V::Mul(gate, NormalCdf<V>(gate)), up);
+    case ActivationKind::kGeluTanh: {
+      // 0.5 (1 + tanh(y)) = sigmoid(2 y), y = sqrt(2 / pi) (x + 0.044715 x^3).
+      const typename V::F cube = V::Mul(V::Mul(gate, gate), gate);
+      const typename V::F inner = V::Fma(V::Set(0.044715f), cube, gate);
+      return V::Mul(V::Mul(gate, Sigmoid<V>(V::Mul(V::Set(1.5957691216057308f), inner))), up);
+    }
+    case ActivationKind::kSilu:
+      break;
+  }
+  return V::Mul(V::Mul(gate, Sigmoid<V>(gate)), up);
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// The product (rule 3). Two blocks at a time: in w13 they are the gate and up sides of 16 channels.
+
+// Weights of 4 inputs and two blocks.
+template <class V>
+struct WeightPair {
+  typename V::W first, second;
+};
+
+// Reads packed nibbles, each once: right when one tile of rows is all there is.
+template <class V>
+struct PackedSource {
+  const uint8_t* first;
+  const uint8_t* second;
+
+  inline void Next(WeightPair<V>* low, WeightPair<V>* high) {
+    V::Unpack(first, &low->first, &high->first);
+    V::Unpack(second, &low->second, &high->second);
+    V::Prefetch(first + kPrefetchBytes);
+    V::Prefetch(second + kPrefetchBytes);
+    first += kRunBytes;
+    second += kRunBytes;
+  }
+
+  static constexpr int kPrefetchBytes = 1024;
+};
+
+// Reads bytes that DecodePanel wrote: right when several tiles of rows use the same weights.
+template <class V>
+struct PanelSource {
+  const uint8_t* next;
+
+  inline void Next(WeightPair<V>* low, WeightPair<V>* high) {
+    low->first = V::LoadWeights(next);
+    low->second = V::LoadWeights(next + kRunBytes);
+    high->first = V::LoadWeights(next + 2 * kRunBytes);
+    high->second = V::LoadWeights(next + 3 * kRunBytes);
+    next += 4 * kRunBytes;
+  }
+};
+
+template <class V>
+static void DecodePanel(const uint8_t* first, const uint8_t* second, int64_t inputs, uint8_t* panel) {
+  PackedSource<V> source = {first, second};
+  for (int64_t k = 0; k < inputs; k += kRunInputs) {
+    WeightPair<V> low, high;
+    source.Next(&low, &high);
+    V::StoreWeights(panel, low.first);
+    V::StoreWeights(panel + kRunBytes, low.second);
+    V::StoreWeights(panel + 2 * kRunBytes, high.first);
+    V::StoreWeights(panel + 3 * kRunBytes, high.second);
+    panel += 4 * kRunBytes;
+  }
+}
+
+template <class V>
+static inline typename V::F LoadScale(const void* scale, DType dtype, int64_t index) {
+  if (dtype == DType::kBF16) return V::LoadBF16(static_cast<const uint16_t*>(scale) + index);
+  return V::Load(static_cast<const float*>(scale) + index);
+}
+
+// What a tile of R rows and two blocks needs besides its weights' codes.
+template <int R>
+struct TileRows {
+  const int8_t* codes[R];
+  const int32_t* start[R];
+  int64_t source[R];  // row numbers in the quantised rows
+  int64_t target[R];  // row numbers in the result
+};
+
+// Registers, AVX-512: R = 6 takes 12 integer and 12 float accumulators, 4 weights, 2 broadcasts of 32.
+// AVX2 has 16 registers for R = 3: 12 of 16-bit partial sums; the float totals live on the stack, touched
+// once a group.
+template <class V, int R, DType kScale, class Source>
+static inline void TileTotals(const MatmulArgs& args, Source source, int64_t first_block,
+                              int64_t second_block, const TileRows<R>& rows,
+                              typename V::F (&total)[R][2]) {
+  const int64_t groups = args.weights.groups, width = args.weights.group_width;
+  JAX_W4A8_UNROLL
+  for (int r = 0; r < R; ++r) total[r][0] = total[r][1] = V::Set(0);
+  int64_t k = 0;
+  for (int64_t group = 0; group < groups; ++group) {
+    typename V::I sum[R][2];
+    JAX_W4A8_UNROLL
+    for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = V::SetInt(rows.start[r][group]);
+    for (const int64_t end = k + width; k < end; k += kChunkInputs) {
+      typename V::Partial part[R][2];
+      JAX_W4A8_UNROLL
+      for (int r = 0; r < R; ++r) {
+        part[r][0] = V::Begin(sum[r][0]);
+        part[r][1] = V::Begin(sum[r][1]);
+      }
+      JAX_W4A8_UNROLL
+      for (int run = 0; run < kChunkInputs; run += kRunInputs) {
+        WeightPair<V> low, high;
+        source.Next(&low, &high);
+        JAX_W4A8_UNROLL
+        for (int r = 0; r < R; ++r) {
+          const typename V::B codes = V::Broadcast(rows.codes[r] + k + run);
+          part[r][0] = V::Dot(part[r][0], low.first, codes);
+          part[r][1] = V::Dot(part[r][1], low.second, codes);
+        }
+        JAX_W4A8_UNROLL
+        for (int r = 0; r < R; ++r) {
+          const typename V::B codes = V::Broadcast(rows.codes[r] + k + run + 4);
+          part[r][0] = V::Dot(part[r][0], high.first, codes);
+          part[r][1] = V::Dot(part[r][1], high.second, codes);
+        }
+      }
+      JAX_W4A8_UNROLL
+      for (int r = 0; r < R; ++r) {
+        sum[r][0] = V::Finish(sum[r][0], part[r][0]);
+        sum[r][1] = V::Finish(sum[r][1], part[r][1]);
+      }
+    }
+    const typename V::F scale[2] = {
+        LoadScale<V>(args.weights.scale, kScale, (first_block * groups + group) * kBlockChannels),
+        LoadScale<V>(args.weights.scale, kScale, (second_block * groups + group) * kBlockChannels)};
+    JAX_W4A8_UNROLL
+    for (int r = 0; r < R; ++r) {
+      total[r][0] = V::Fma(V::ToFloat(sum[r][0]), scale[0], total[r][0]);
+      total[r][1] = V::Fma(V::ToFloat(sum[r][1]), scale[1], total[r][1]);
+    }
+  }
+}
+
+// Result of one row and block: zero point, row scale and bias.
+template <class V>
+static inline typename V::F Finished(const MatmulArgs& args, typename V::F total, int64_t row,
+                                     int64_t block) {
+  const float* sum = args.weights.scaled_sum + block * kBlockChannels;
+  const float* bias = args.weights.bias + block * kBlockChannels;
+  total = V::Fma(V::Set(-args.rows.zero[row]), V::Load(sum), total);
+  return V::Add(V::Mul(total, V::Set(args.rows.scale[row])), V::Load(bias));
+}
+
+// Stores the first n of 16 values as `dtype`.
+template <class V>
+static inline void StoreAs(DType dtype, void* out, int64_t index, typename V::F value, int64_t n) {
+  float lanes[kBlockChannels];
+  if (dtype == DType::kF32) {
+    float* to = static_cast<float*>(out) + index;
+    if (n >= kBlockChannels) return V::Store(to, value);
+    V::Store(lanes, value);
+    for (int64_t i = 0; i < n; ++i) to[i] = lanes[i];
+    return;
+  }
+  uint16_t halves[kBlockChannels];
+  if (dtype == DType::kBF16) {
+    V::StoreBF16(halves, value);
+  } else {
+    V::StoreF16(halves, value);
+  }
+  uint16_t* to = static_cast<uint16_t*>(out) + index;
+  if (n > kBlockChannels) n = kBlockChannels;
+  for (int64_t i = 0; i < n; ++i) to[i] = halves[i];
+}
+
+template <class V, int R, DType kScale, class Source>
+static void Tile(const MatmulArgs& args, Source source, int64_t block, int64_t first_row) {
+  const QuantizedRows& q = args.rows;
+  TileRows<R> rows;
+  for (int r = 0; r < R; ++r) {
+    const int64_t row = first_row + r;
+    rows.source[r] = args.row_index ? args.row_index[row] : row;
+    rows.target[r] = args.out_index ? args.out_index[row] : row;
+    rows.codes[r] = q.codes + rows.source[r] * q.inputs();
+    rows.start[r] = q.start + rows.source[r] * q.groups;
+  }
+  // A last odd block is computed twice and stored once.
+  const int64_t second = block + 1 < args.weights.blocks ? block + 1 : block;
+  typename V::F total[R][2];
+  TileTotals<V, R, kScale>(args, source, block, second, rows, total);
+  JAX_W4A8_UNROLL
+  for (int r = 0; r < R; ++r) {
+    const typename V::F a = Finished<V>(args, total[r][0], rows.source[r], block);
+    const typename V::F b = Finished<V>(args, total[r][1], rows.source[r], second);
+    const int64_t index = rows.target[r] * args.out_stride;
+    if (args.activation) {
+      const int64_t column = block / 2 * kBlockChannels;
+      StoreAs<V>(args.out_dtype, args.out, index + column, Activate<V>(*args.activation, a, b),
+                 args.out_columns - column);
+      continue;
+    }
+    const int64_t column = block * kBlockChannels;
+    StoreAs<V>(args.out_dtype, args.out, index + column, a, args.out_columns - column);
+    if (second == block) continue;
+    StoreAs<V>(args.out_dtype, args.out, index + column + kBlockChannels, b,
+               args.out_columns - column - kBlockChannels);
+  }
+}
+
+template <class V, int R, DType kScale, class Source>
+static inline void DispatchTile(const MatmulArgs& args, const Source& source, int64_t block,
+                                int64_t first_row, int64_t rows) {
+  if constexpr (R > 1) {
+    if (rows < R) return DispatchTile<V, R - 1, kScale>(args, source, block, first_row, rows);
+  }
+  Tile<V, R, kScale>(args, source, block, first_row);
+}
+
+// All rows against two blocks, in tiles of nearly equal height.
+template <class V, DType kScale, class Source>
+static void RowsOfPair(const MatmulArgs& args, const Source& source, int64_t block) {
+  const int64_t tiles = (args.row_count + V::kTileRows - 1) / V::kTileRows;
+  int64_t row = 0;
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const int64_t end = (tile + 1) * args.row_count / tiles;
+    DispatchTile<V, V::kTileRows, kScale>(args, source, block, row, end - row);
+    row = end;
+  }
+}
+
+template <class V, DType kScale>
+static void MatmulScaled(const MatmulArgs& args) {
+  const PackedMatrix& w = args.weights;
+  for (int64_t block = args.block_begin; block < args.block_end; block += 2) {
+    const uint8_t* first = w.codes + block * static_cast<int64_t>(w.block_bytes());
+    const uint8_t* second = block + 1 < w.blocks ? first + w.block_bytes() : first;
+    if (args.row_count <= V::kTileRows) {
+      RowsOfPair<V, kScale>(args, PackedSource<V>{first, second}, block);
+    } else {
+      DecodePanel<V>(first, second, w.inputs(), args.panel);
+      RowsOfPair<V, kScale>(args, PanelSource<V>{args.panel}, block);
+    }
+  }
+}
+
+template <class V>
+static void Matmul(const MatmulArgs& args) {
+  if (args.weights.scale_dtype == DType::kBF16) {
+    MatmulScaled<V, DType::kBF16>(args);
+  } else {
+    MatmulScaled<V, DType::kF32>(args);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Combine (rule 5) and conversions.
+
+template <class V>
+static void Combine(const float* slots, const int32_t* ids, const float* weights, int64_t count,
+                    int64_t columns, DType dtype, void* out) {
+  for (int64_t column = 0; column < columns; column += kBlockChannels) {
+    const int64_t n = columns - column;
+    typename V::F total = V::Set(0);
+    for (int64_t slot = 0; slot < count; ++slot) {
+      if (ids && ids[slot] < 0) continue;
+      const typename V::F value = LoadSome<V>(slots + slot * columns + column, n);
+      total = V::Fma(V::Set(weights ? weights[slot] : 1.0f), value, total);
+    }
+    StoreAs<V>(dtype, out, column, total, n);
+  }
+}
+
+template <class V>
+static void ToFloat(DType dtype, const void* x, int64_t n, float* out) {
+  const uint16_t* halves = static_cast<const uint16_t*>(x);
+  int64_t i = 0;
+  if (dtype == DType::kF32) {
+    const float* floats = static_cast<const float*>(x);
+    for (; i + kBlockChannels <= n; i += kBlockChannels) V::Store(out + i, V::Load(floats + i));
+    for (; i < n; ++i) out[i] = floats[i];
+  } else if (dtype == DType::kBF16) {
+    for (; i + kBlockChannels <= n; i += kBlockChannels) V::Store(out + i, V::LoadBF16(halves + i));
+    for (; i < n; ++i) out[i] = FloatOfBF16(halves[i]);
+  } else {
+    for (; i + kBlockChannels <= n; i += kBlockChannels) V::Store(out + i, V::LoadF16(halves + i));
+    for (; i < n; ++i) out[i] = FloatOfF16(halves[i]);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------
+
+// Dot products of registers alone, in as many independent chains as hide their latency.
+template <class V>
+static int64_t PeakProbe(int64_t iterations, int32_t* sink) {
+  constexpr int kChains = V::kPeakChains;
+  uint8_t ones[kRunBytes];
+  for (int i = 0; i < kRunBytes; ++i) ones[i] = static_cast<uint8_t>(1 + (*sink & 1));
+  const typename V::W weights = V::LoadWeights(ones);
+  const typename V::B codes = V::Broadcast(reinterpret_cast<const int8_t*>(ones));
+  typename V::I sum[kChains];
+  for (int chain = 0; chain < kChains; ++chain) sum[chain] = V::SetInt(*sink);
+  for (int64_t i = 0; i < iterations; ++i) {
+    JAX_W4A8_UNROLL
+    for (int chain = 0; chain < kChains; ++chain) {
+      typename V::Partial part = V::Begin(sum[chain]);
+      JAX_W4A8_UNROLL
+      for (int step = 0; step < kChunkInputs / 4; ++step) part = V::Dot(part, weights, codes);
+      sum[chain] = V::Finish(sum[chain], part);
+    }
+  }
+  int32_t total = 0;
+  for (int chain = 0; chain < kChains; ++chain) total += V::Sum(sum[chain]);
+  *sink = total;
+  return iterations * kChains * kChunkInputs * kBlockChannels;
+}
+
+template <class V>
+static Kernels MakeKernels(const char* name) {
+  return {name,       &ToFloat<V>, &QuantizeRow<V>, &Matmul<V>, &Combine<V>, &PeakProbe<V>};
+}

@@ -1,0 +1,68 @@
+// The table of functions that an instruction set fills, and the choice among the tables.
+#ifndef JAX_W4A8_XLA_FFI_KERNELS_KERNELS_H_
+#define JAX_W4A8_XLA_FFI_KERNELS_KERNELS_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "layout.h"
+
+namespace jax_w4a8 {
+
+// Rows x blocks of one product. Rows are gathered from `rows` by `row_index`; each result row goes to
+// `out_index` of `out`. A null index means the identity.
+struct MatmulArgs {
+  PackedMatrix weights;
+  QuantizedRows rows;
+  int64_t block_begin;  // even
+  int64_t block_end;
+  int64_t row_count;
+  const int32_t* row_index;
+  const int32_t* out_index;
+  void* out;
+  DType out_dtype;
+  int64_t out_stride;   // elements between rows of `out`
+  int64_t out_columns;  // columns that exist: the last block may be partly filling
+  // Null for a plain product. Else blocks come in pairs (gate, up), and column block b / 2 of `out` gets
+  // activation(gate, up).
+  const Activation* activation;
+  uint8_t* panel;  // PanelBytes(weights) of scratch, 64-byte aligned
+};
+
+// Scratch that one Matmul call needs: two blocks with a byte for each code.
+inline size_t PanelBytes(const PackedMatrix& weights) { return 4 * weights.block_bytes(); }
+
+struct Kernels {
+  const char* name;
+
+  // Widens n elements to float.
+  void (*to_float)(DType dtype, const void* x, int64_t n, float* out);
+
+  // Quantises row `row` of `out` from n floats (n <= out.inputs()), each first multiplied by `factor`.
+  void (*quantize_row)(const float* x, int64_t n, float factor, bool symmetric, int64_t row,
+                       const QuantizedRows& out);
+
+  void (*matmul)(const MatmulArgs& args);
+
+  // out[column] = sum over slots, ascending, of weights[slot] * slots[slot][column], rounded to `dtype`.
+  // `slots` is [count, columns]. Null weights are ones. Where ids are given, slots of negative ids are
+  // passed over.
+  void (*combine)(const float* slots, const int32_t* ids, const float* weights, int64_t count,
+                  int64_t columns, DType dtype, void* out);
+
+  // int8 multiply-accumulates in registers alone, for measuring the machine's peak; returns how many.
+  int64_t (*peak_probe)(int64_t iterations, int32_t* sink);
+};
+
+// Tables compiled in and usable here, best first; the last one is always there.
+const Kernels* const* UsableKernels(int* count);
+
+// The table in use: the best usable one unless a lower one was forced.
+const Kernels& ActiveKernels();
+
+// Forces the table called `name`; false if it isn't usable here.
+bool ForceKernels(const char* name);
+
+}  // namespace jax_w4a8
+
+#endif  // JAX_W4A8_XLA_FFI_KERNELS_KERNELS_H_

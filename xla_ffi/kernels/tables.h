@@ -1,0 +1,17 @@
+// The tables that the kernel files define; which exist depends on the target architecture.
+#ifndef JAX_W4A8_XLA_FFI_KERNELS_TABLES_H_
+#define JAX_W4A8_XLA_FFI_KERNELS_TABLES_H_
+
+#include "kernels/kernels.h"
+
+namespace jax_w4a8 {
+
+extern const Kernels kPortableKernels;
+#ifdef JAX_W4A8_X86_64
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+#endif
+
+}  // namespace jax_w4a8
+
+#endif  // JAX_W4A8_XLA_FFI_KERNELS_TABLES_H_

@@ -1,0 +1,92 @@
+// Logical vectors as one 512-bit register: AVX-512 F, BW, VL and VNNI. Members as in vec_portable-inl.h.
+
+struct Avx512 {
+  static constexpr int kTileRows = 6;
+  static constexpr int kPeakChains = 16;
+
+  using F = __m512;
+  using I = __m512i;
+  using Partial = __m512i;
+  using W = __m512i;
+  using B = __m512i;
+
+  static inline F Set(float x) { return _mm512_set1_ps(x); }
+  static inline F Load(const float* p) { return _mm512_loadu_ps(p); }
+  static inline F LoadBF16(const uint16_t* p) {
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+  }
+  static inline F LoadF16(const uint16_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static inline void Store(float* p, F a) { _mm512_storeu_ps(p, a); }
+  static inline void StoreBF16(uint16_t* p, F a) {
+    // Not the BF16 extension's conversion, which flushes subnormal numbers.
+    const __m512i bits = _mm512_castps_si512(a);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded =
+        _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+    const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+    const __m512i halves = _mm512_srli_epi32(_mm512_mask_mov_epi32(rounded, nan, quiet), 16);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(halves));
+  }
+  static inline void StoreF16(uint16_t* p, F a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+  }
+
+  static inline F Add(F a, F b) { return _mm512_add_ps(a, b); }
+  static inline F Sub(F a, F b) { return _mm512_sub_ps(a, b); }
+  static inline F Mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static inline F Div(F a, F b) { return _mm512_div_ps(a, b); }
+  static inline F Fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static inline F Min(F a, F b) { return _mm512_min_ps(a, b); }
+  static inline F Max(F a, F b) { return _mm512_max_ps(a, b); }
+  static inline F SelectNegative(F x, F a, F b) {
+    const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
+    return _mm512_mask_mov_ps(b, negative, a);
+  }
+  static inline F Rint(F a) {
+    return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  static inline F MulPow2(F a, F n) {
+    const __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+    return _mm512_mul_ps(a, _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23)));
+  }
+
+  static inline I SetInt(int32_t x) { return _mm512_set1_epi32(x); }
+  static inline I AddInt(I a, I b) { return _mm512_add_epi32(a, b); }
+  static inline int32_t Sum(I a) { return _mm512_reduce_add_epi32(a); }
+  static inline I KeepFirst(I a, int n) {
+    return _mm512_maskz_mov_epi32(static_cast<__mmask16>((1u << n) - 1), a);
+  }
+  static inline I ToInt(F a) { return _mm512_cvtps_epi32(a); }
+  static inline F ToFloat(I a) { return _mm512_cvtepi32_ps(a); }
+  static inline void StoreCodes(int8_t* p, I a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
+  }
+
+  static inline W LoadWeights(const uint8_t* p) { return _mm512_loadu_si512(p); }
+  static inline void StoreWeights(uint8_t* p, W w) { _mm512_storeu_si512(p, w); }
+  static inline void Unpack(const uint8_t* p, W* low, W* high) {
+    const __m512i bytes = _mm512_loadu_si512(p);
+    const __m512i mask = _mm512_set1_epi8(15);
+    *low = _mm512_and_si512(bytes, mask);
+    *high = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), mask);
+  }
+  static inline void Prefetch(const uint8_t* p) {
+    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+  }
+  static inline B Broadcast(const int8_t* p) {
+    int32_t four;
+    memcpy(&four, p, 4);
+    return _mm512_set1_epi32(four);
+  }
+
+  static inline Partial Begin(I sum) { return sum; }
+  static inline Partial Dot(Partial part, W w, B codes) {
+    return _mm512_dpbusd_epi32(part, w, codes);
+  }
+  static inline I Finish(I, Partial part) { return part; }
+};

@@ -1,0 +1,131 @@
+#include "matmul.h"
+
+#include <algorithm>
+
+namespace jax_w4a8 {
+namespace {
+
+// Rows of one item at most: their codes stay in the second-level cache while all the item's blocks meet them.
+constexpr int64_t kMostRows = 256;
+// An item should take this many bytes' worth of reading at least, some 5 microseconds.
+constexpr int64_t kLeastCost = 128 << 10;
+constexpr int64_t kItemsPerThread = 8;
+
+// Of one block pair, in bytes read: below some rows a product is bound by reading weights, beyond by
+// arithmetic, which per row costs about as much as reading an eighth of the weights.
+int64_t PairCost(const PackedMatrix& weights, int64_t rows) {
+  const int64_t bytes = 2 * static_cast<int64_t>(weights.block_bytes());
+  return bytes + bytes * rows / 8;
+}
+
+}  // namespace
+
+void PlanWork(const PackedMatrix& weights, const std::vector<RowRun>& runs, int threads,
+              std::vector<WorkItem>* items) {
+  items->clear();
+  const int64_t pairs = (weights.blocks + 1) / 2;
+  int64_t total = 0;
+  for (const RowRun& run : runs) total += pairs * PairCost(weights, run.count);
+  const int64_t target = std::max(total / (threads * kItemsPerThread), kLeastCost);
+  for (const RowRun& run : runs) {
+    const int64_t pieces = (run.count + kMostRows - 1) / kMostRows;
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+      const int64_t begin = piece * run.count / pieces, end = (piece + 1) * run.count / pieces;
+      const int64_t cost = pairs * PairCost(weights, end - begin);
+      const int64_t parts = std::clamp<int64_t>((cost + target / 2) / target, 1, pairs);
+      for (int64_t part = 0; part < parts; ++part) {
+        const int64_t last = 2 * ((part + 1) * pairs / parts);
+        items->push_back({{run.index, run.begin + begin, end - begin},
+                          2 * (part * pairs / parts),
+                          std::min(last, weights.blocks)});
+      }
+    }
+  }
+}
+
+QuantizedRows TakeQuantizedRows(ScratchLayout& layout, int64_t rows, const PackedMatrix& weights) {
+  QuantizedRows out;
+  out.codes = layout.Take<int8_t>(rows * weights.inputs());
+  out.start = layout.Take<int32_t>(rows * weights.groups);
+  out.zero = layout.Take<float>(rows);
+  out.scale = layout.Take<float>(rows);
+  out.groups = weights.groups;
+  out.group_width = weights.group_width;
+  return out;
+}
+
+size_t PanelStride(const PackedMatrix& weights) {
+  return (PanelBytes(weights) + ScratchLayout::kAlignment - 1) / ScratchLayout::kAlignment *
+         ScratchLayout::kAlignment;
+}
+
+void RunMatmul(Team& team, const Kernels& kernels, const MatmulArgs& common,
+               const std::vector<WorkItem>& items, uint8_t* panels) {
+  const size_t stride = PanelStride(common.weights);
+  team.ForEach(static_cast<int64_t>(items.size()), [&](int64_t number, int worker) {
+    const WorkItem& item = items[static_cast<size_t>(number)];
+    MatmulArgs args = common;
+    args.weights = common.weights.At(item.run.index);
+    args.block_begin = item.block_begin;
+    args.block_end = item.block_end;
+    args.row_count = item.run.count;
+    args.row_index = common.row_index + item.run.begin;
+    args.out_index = common.out_index + item.run.begin;
+    args.panel = panels + stride * static_cast<size_t>(worker);
+    kernels.matmul(args);
+  });
+}
+
+void QuantizeRange(const Kernels& kernels, DType dtype, const void* x, int64_t features,
+                   const float* factors, bool symmetric, int64_t begin, int64_t end, float* floats,
+                   const QuantizedRows& out) {
+  const char* bytes = static_cast<const char*>(x);
+  for (int64_t row = begin; row < end; ++row) {
+    const void* from = bytes + static_cast<size_t>(row * features) * SizeOf(dtype);
+    const float* values = static_cast<const float*>(from);
+    if (dtype != DType::kF32) {
+      kernels.to_float(dtype, from, features, floats);
+      values = floats;
+    }
+    kernels.quantize_row(values, features, factors ? factors[row] : 1.0f, symmetric, row, out);
+  }
+}
+
+bool RunLinear(const LinearCall& call, const Kernels& kernels, Team& team) {
+  const PackedMatrix& w = call.weights;
+  const int64_t floats_stride = (call.features + 15) / 16 * 16;
+  QuantizedRows q;
+  float* floats = nullptr;
+  int32_t* identity = nullptr;
+  uint8_t* panels = nullptr;
+  const auto lay_out = [&](ScratchLayout layout) {
+    q = TakeQuantizedRows(layout, call.rows, w);
+    floats = layout.Take<float>(team.threads() * floats_stride);
+    identity = layout.Take<int32_t>(call.rows);
+    panels = layout.Take<uint8_t>(static_cast<int64_t>(PanelStride(w)) * team.threads());
+    return layout.size();
+  };
+  const Scratch scratch(lay_out(ScratchLayout()));
+  if (!scratch.data()) return false;
+  lay_out(ScratchLayout(scratch.data()));
+
+  ForRanges(team, call.rows, call.features / 4, [&](int64_t begin, int64_t end, int worker) {
+    QuantizeRange(kernels, call.dtype, call.x, call.features, nullptr, call.symmetric, begin, end,
+                  floats + worker * floats_stride, q);
+  });
+  for (int64_t row = 0; row < call.rows; ++row) identity[row] = static_cast<int32_t>(row);
+
+  std::vector<WorkItem> items;
+  PlanWork(w, {{0, 0, call.rows}}, team.threads(), &items);
+  MatmulArgs args = {};
+  args.weights = w;
+  args.rows = q;
+  args.row_index = args.out_index = identity;
+  args.out = call.y;
+  args.out_dtype = call.dtype;
+  args.out_stride = args.out_columns = call.out_features;
+  RunMatmul(team, kernels, args, items, panels);
+  return true;
+}
+
+}  // namespace jax_w4a8

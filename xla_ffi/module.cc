@@ -1,0 +1,60 @@
+// The extension module: hands out handlers and settings; no logic.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "handlers.h"
+#include "kernels/kernels.h"
+#include "parallel.h"
+#include "scratch.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+template <class Handler>
+nb::capsule Encapsulate(Handler* handler) {
+  static_assert(std::is_invocable_r_v<XLA_FFI_Error*, Handler, XLA_FFI_CallFrame*>);
+  return nb::capsule(reinterpret_cast<void*>(handler));
+}
+
+nb::dict Registrations() {
+  nb::dict handlers;
+  handlers["fused_experts"] = Encapsulate(JaxW4A8FusedExperts);
+  handlers["apply_experts"] = Encapsulate(JaxW4A8ApplyExperts);
+  handlers["combine"] = Encapsulate(JaxW4A8Combine);
+  handlers["linear"] = Encapsulate(JaxW4A8Linear);
+  return handlers;
+}
+
+std::vector<std::string> InstructionSets() {
+  int count = 0;
+  const auto* tables = jax_w4a8::UsableKernels(&count);
+  std::vector<std::string> names;
+  for (int i = 0; i < count; ++i) names.emplace_back(tables[i]->name);
+  return names;
+}
+
+int64_t PeakProbe(int64_t iterations) {
+  int32_t sink = static_cast<int32_t>(iterations);
+  return jax_w4a8::ActiveKernels().peak_probe(iterations, &sink);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.def("registrations", &Registrations);
+  m.def("ffi_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
+  m.def("instruction_sets", &InstructionSets);
+  m.def("instruction_set", [] { return std::string(jax_w4a8::ActiveKernels().name); });
+  m.def("force_instruction_set",
+        [](const std::string& name) { return jax_w4a8::ForceKernels(name.c_str()); });
+  m.def("set_thread_limit", &jax_w4a8::SetThreadLimit);
+  m.def("thread_limit", &jax_w4a8::ThreadLimit);
+  m.def("release_scratch", &jax_w4a8::ReleaseScratch);
+  m.def("peak_probe", &PeakProbe, nb::call_guard<nb::gil_scoped_release>());
+}

@@ -1,0 +1,173 @@
+#include "moe.h"
+
+#include <string.h>
+
+#include <vector>
+
+#include "matmul.h"
+#include "scratch.h"
+
+namespace jax_w4a8 {
+namespace {
+
+// One pass over at most kMostTokens tokens. Buffers live in one block of scratch.
+class Pass {
+ public:
+  Pass(const MoeCall& call, const Kernels& kernels, Team& team)
+      : call_(call), kernels_(kernels), team_(team), slots_(call.tokens * call.top_k) {}
+
+  size_t LayOut(ScratchLayout layout) {
+    const int64_t threads = team_.threads();
+    const int64_t columns = call_.w13.blocks / 2 * kBlockChannels;
+    x_ = TakeQuantizedRows(layout, call_.tokens, call_.w13);
+    inner_stride_ = columns;
+    inner_ = layout.Take<float>(slots_ * inner_stride_);
+    quantized_inner_ = TakeQuantizedRows(layout, slots_, call_.w2);
+    order_ = layout.Take<int32_t>(slots_);
+    token_ = layout.Take<int32_t>(slots_);
+    floats_stride_ = (call_.hidden + 15) / 16 * 16;
+    floats_ = layout.Take<float>(threads * floats_stride_);
+    const size_t panel = PanelStride(call_.w13) > PanelStride(call_.w2) ? PanelStride(call_.w13)
+                                                                        : PanelStride(call_.w2);
+    panels_ = layout.Take<uint8_t>(static_cast<int64_t>(panel) * threads);
+    if (!call_.slots) outputs_ = layout.Take<float>(slots_ * call_.hidden);
+    return layout.size();
+  }
+
+  void Run() {
+    if (call_.slots) {
+      outputs_ = call_.slots;
+      ClearAbsentSlots();
+    }
+    SortByExpert();
+    QuantizeTokens();
+    Project(call_.w13, x_, token_, inner_, inner_stride_, inner_stride_, &call_.activation);
+    QuantizeInner();
+    Project(call_.w2, quantized_inner_, order_, outputs_, call_.hidden, call_.hidden, nullptr);
+    if (!call_.y) return;
+    RunCombine({outputs_, call_.ids, call_.weight_on_input ? nullptr : call_.weights, call_.tokens,
+                call_.top_k, call_.hidden, call_.dtype, call_.y},
+               kernels_, team_);
+  }
+
+ private:
+  // Counting sort, stable: slots of one expert stay in the order of their tokens.
+  void SortByExpert() {
+    std::vector<int64_t> next(static_cast<size_t>(call_.experts) + 1, 0);
+    for (int64_t slot = 0; slot < slots_; ++slot) {
+      if (call_.ids[slot] >= 0) ++next[static_cast<size_t>(call_.ids[slot]) + 1];
+    }
+    for (int64_t expert = 0; expert < call_.experts; ++expert) {
+      const int64_t begin = next[static_cast<size_t>(expert)];
+      const int64_t count = next[static_cast<size_t>(expert) + 1];
+      if (count > 0) runs_.push_back({expert, begin, count});
+      next[static_cast<size_t>(expert) + 1] = begin + count;
+    }
+    for (int64_t slot = 0; slot < slots_; ++slot) {
+      if (call_.ids[slot] < 0) continue;
+      const int64_t place = next[static_cast<size_t>(call_.ids[slot])]++;
+      order_[place] = static_cast<int32_t>(slot);
+      token_[place] = static_cast<int32_t>(slot / call_.top_k);
+      present_ = place + 1 > present_ ? place + 1 : present_;
+    }
+  }
+
+  void QuantizeTokens() {
+    const float* factors = call_.weight_on_input ? call_.weights : nullptr;  // top_k is 1 then
+    ForRanges(team_, call_.tokens, call_.hidden / 4, [&](int64_t begin, int64_t end, int worker) {
+      QuantizeRange(kernels_, call_.dtype, call_.x, call_.hidden, factors, call_.symmetric, begin,
+                    end, floats_ + worker * floats_stride_, x_);
+    });
+  }
+
+  void QuantizeInner() {
+    // Columns that only fill up blocks are zeros; there may be more of them than w2 has inputs.
+    const int64_t width =
+        inner_stride_ < call_.w2.inputs() ? inner_stride_ : call_.w2.inputs();
+    ForRanges(team_, present_, width / 4, [&](int64_t begin, int64_t end, int) {
+      for (int64_t place = begin; place < end; ++place) {
+        const int64_t slot = order_[place];
+        kernels_.quantize_row(inner_ + slot * inner_stride_, width, 1.0f, call_.symmetric, slot,
+                              quantized_inner_);
+      }
+    });
+  }
+
+  void Project(const PackedMatrix& weights, const QuantizedRows& rows, const int32_t* row_index,
+               float* out, int64_t stride, int64_t columns, const Activation* activation) {
+    PlanWork(weights, runs_, team_.threads(), &items_);
+    MatmulArgs args = {};
+    args.weights = weights;
+    args.rows = rows;
+    args.row_index = row_index;
+    args.out_index = order_;
+    args.out = out;
+    args.out_dtype = DType::kF32;
+    args.out_stride = stride;
+    args.out_columns = columns;
+    args.activation = activation;
+    RunMatmul(team_, kernels_, args, items_, panels_);
+  }
+
+  void ClearAbsentSlots() {
+    for (int64_t slot = 0; slot < slots_; ++slot) {
+      if (call_.ids[slot] >= 0) continue;
+      memset(outputs_ + slot * call_.hidden, 0, static_cast<size_t>(call_.hidden) * sizeof(float));
+    }
+  }
+
+  const MoeCall& call_;
+  const Kernels& kernels_;
+  Team& team_;
+  const int64_t slots_;
+
+  QuantizedRows x_;                 // by token
+  float* inner_ = nullptr;          // [slots, inner_stride_]: activation outputs
+  int64_t inner_stride_ = 0;
+  QuantizedRows quantized_inner_;   // by slot
+  int32_t* order_ = nullptr;        // slots, by expert
+  int32_t* token_ = nullptr;        // their tokens
+  float* floats_ = nullptr;         // [threads, floats_stride_]
+  int64_t floats_stride_ = 0;
+  uint8_t* panels_ = nullptr;
+  float* outputs_ = nullptr;        // [slots, hidden]
+  int64_t present_ = 0;             // slots with an expert
+  std::vector<RowRun> runs_;
+  std::vector<WorkItem> items_;
+};
+
+}  // namespace
+
+bool RunMoe(const MoeCall& call, const Kernels& kernels, Team& team) {
+  for (int64_t begin = 0; begin < call.tokens; begin += kMostTokens) {
+    MoeCall part = call;
+    part.tokens = call.tokens - begin < kMostTokens ? call.tokens - begin : kMostTokens;
+    const size_t row_bytes = static_cast<size_t>(call.hidden) * SizeOf(call.dtype);
+    part.x = static_cast<const char*>(call.x) + static_cast<size_t>(begin) * row_bytes;
+    part.weights += begin * call.top_k;
+    part.ids += begin * call.top_k;
+    if (call.y) part.y = static_cast<char*>(call.y) + static_cast<size_t>(begin) * row_bytes;
+    if (call.slots) part.slots += begin * call.top_k * call.hidden;
+    Pass pass(part, kernels, team);
+    const Scratch scratch(pass.LayOut(ScratchLayout()));
+    if (!scratch.data()) return false;
+    pass.LayOut(ScratchLayout(scratch.data()));
+    pass.Run();
+  }
+  return true;
+}
+
+void RunCombine(const CombineCall& call, const Kernels& kernels, Team& team) {
+  ForRanges(team, call.tokens, call.top_k * call.hidden / 4, [&](int64_t begin, int64_t end, int) {
+    for (int64_t token = begin; token < end; ++token) {
+      const int64_t slot = token * call.top_k;
+      char* y = static_cast<char*>(call.y) +
+                static_cast<size_t>(token * call.hidden) * SizeOf(call.dtype);
+      kernels.combine(call.slots + slot * call.hidden, call.ids ? call.ids + slot : nullptr,
+                      call.weights ? call.weights + slot : nullptr, call.top_k, call.hidden,
+                      call.dtype, y);
+    }
+  });
+}
+
+}  // namespace jax_w4a8
