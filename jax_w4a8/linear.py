@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_w4a8.experts.base import check_activation_scheme
-from jax_w4a8.moe import check_tokens
+from jax_w4a8.experts.base import check_activation_scheme, check_tokens
 from jax_w4a8.oracle import resolve_backend
 from jax_w4a8.weights import LinearWeights
 

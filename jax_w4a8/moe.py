@@ -10,20 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_w4a8.experts.base import INPUT_DTYPES, Activation, Backend, ExpertOptions
+from jax_w4a8.experts.base import (
+    INPUT_DTYPES,
+    Activation,
+    Backend,
+    ExpertOptions,
+    check_tokens,
+)
 from jax_w4a8.oracle import resolve_backend
 from jax_w4a8.routing import Routing, route
 from jax_w4a8.weights import ExpertWeights
-
-
-def check_tokens(x: ArrayLike, features: int, name: str = "x") -> jax.Array:
-    """``x`` as an array of shape ``[..., features]`` and a supported dtype, else TypeError or ValueError."""
-    array = jnp.asarray(x)
-    if array.dtype not in INPUT_DTYPES:
-        raise TypeError(f"{name} must be float32, bfloat16 or float16, got {array.dtype}")
-    if array.ndim < 1 or array.shape[-1] != features:
-        raise ValueError(f"{name} must have shape [..., {features}], got {array.shape}")
-    return array
 
 
 def _check_ids(ids: ArrayLike, lead: tuple[int, ...], name: str = "ids") -> jax.Array:

@@ -5,8 +5,6 @@
 namespace jax_w4a8 {
 namespace {
 
-// Rows of one item at most: their codes stay in the second-level cache while all the item's blocks meet them.
-constexpr int64_t kMostRows = 256;
 // An item should take this many bytes' worth of reading at least, some 5 microseconds.
 constexpr int64_t kLeastCost = 128 << 10;
 constexpr int64_t kItemsPerThread = 8;
@@ -54,14 +52,12 @@ QuantizedRows TakeQuantizedRows(ScratchLayout& layout, int64_t rows, const Packe
   return out;
 }
 
-size_t PanelStride(const PackedMatrix& weights) {
-  return (PanelBytes(weights) + ScratchLayout::kAlignment - 1) / ScratchLayout::kAlignment *
-         ScratchLayout::kAlignment;
+TileScratch* TakeTileScratch(ScratchLayout& layout, int threads) {
+  return layout.Take<TileScratch>(threads);
 }
 
 void RunMatmul(Team& team, const Kernels& kernels, const MatmulArgs& common,
-               const std::vector<WorkItem>& items, uint8_t* panels) {
-  const size_t stride = PanelStride(common.weights);
+               const std::vector<WorkItem>& items, TileScratch* tiles) {
   team.ForEach(static_cast<int64_t>(items.size()), [&](int64_t number, int worker) {
     const WorkItem& item = items[static_cast<size_t>(number)];
     MatmulArgs args = common;
@@ -71,7 +67,8 @@ void RunMatmul(Team& team, const Kernels& kernels, const MatmulArgs& common,
     args.row_count = item.run.count;
     args.row_index = common.row_index + item.run.begin;
     args.out_index = common.out_index + item.run.begin;
-    args.panel = panels + stride * static_cast<size_t>(worker);
+    args.panel = tiles[worker].panel;
+    args.state = tiles[worker].state;
     kernels.matmul(args);
   });
 }
@@ -97,12 +94,12 @@ bool RunLinear(const LinearCall& call, const Kernels& kernels, Team& team) {
   QuantizedRows q;
   float* floats = nullptr;
   int32_t* identity = nullptr;
-  uint8_t* panels = nullptr;
+  TileScratch* tiles = nullptr;
   const auto lay_out = [&](ScratchLayout layout) {
     q = TakeQuantizedRows(layout, call.rows, w);
     floats = layout.Take<float>(team.threads() * floats_stride);
     identity = layout.Take<int32_t>(call.rows);
-    panels = layout.Take<uint8_t>(static_cast<int64_t>(PanelStride(w)) * team.threads());
+    tiles = TakeTileScratch(layout, team.threads());
     return layout.size();
   };
   const Scratch scratch(lay_out(ScratchLayout()));
@@ -124,7 +121,7 @@ bool RunLinear(const LinearCall& call, const Kernels& kernels, Team& team) {
   args.out = call.y;
   args.out_dtype = call.dtype;
   args.out_stride = args.out_columns = call.out_features;
-  RunMatmul(team, kernels, args, items, panels);
+  RunMatmul(team, kernels, args, items, tiles);
   return true;
 }
 

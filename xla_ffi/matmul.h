@@ -34,13 +34,18 @@ void PlanWork(const PackedMatrix& weights, const std::vector<RowRun>& runs, int 
 // Quantised rows in scratch; `inputs` of the matrix they will meet.
 QuantizedRows TakeQuantizedRows(ScratchLayout& layout, int64_t rows, const PackedMatrix& weights);
 
+// What one worker's products work in.
+struct alignas(64) TileScratch {
+  uint8_t panel[kPanelBytes];
+  TileState state[kMostRows];
+};
+
+TileScratch* TakeTileScratch(ScratchLayout& layout, int threads);
+
 // Runs `items`, each with its matrix, rows and target filled into a copy of `common`. `row_index` and
 // `out_index` of `common` are those of the whole list.
 void RunMatmul(Team& team, const Kernels& kernels, const MatmulArgs& common,
-               const std::vector<WorkItem>& items, uint8_t* panels);
-
-// Bytes between the panels of two workers.
-size_t PanelStride(const PackedMatrix& weights);
+               const std::vector<WorkItem>& items, TileScratch* tiles);
 
 // Calls body(begin, end, worker) over [0, count) in pieces that are worth a thread's while when one element
 // costs `cost` (about a nanosecond each).

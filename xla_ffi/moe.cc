@@ -17,7 +17,6 @@ class Pass {
       : call_(call), kernels_(kernels), team_(team), slots_(call.tokens * call.top_k) {}
 
   size_t LayOut(ScratchLayout layout) {
-    const int64_t threads = team_.threads();
     const int64_t columns = call_.w13.blocks / 2 * kBlockChannels;
     x_ = TakeQuantizedRows(layout, call_.tokens, call_.w13);
     inner_stride_ = columns;
@@ -26,10 +25,8 @@ class Pass {
     order_ = layout.Take<int32_t>(slots_);
     token_ = layout.Take<int32_t>(slots_);
     floats_stride_ = (call_.hidden + 15) / 16 * 16;
-    floats_ = layout.Take<float>(threads * floats_stride_);
-    const size_t panel = PanelStride(call_.w13) > PanelStride(call_.w2) ? PanelStride(call_.w13)
-                                                                        : PanelStride(call_.w2);
-    panels_ = layout.Take<uint8_t>(static_cast<int64_t>(panel) * threads);
+    floats_ = layout.Take<float>(team_.threads() * floats_stride_);
+    tiles_ = TakeTileScratch(layout, team_.threads());
     if (!call_.slots) outputs_ = layout.Take<float>(slots_ * call_.hidden);
     return layout.size();
   }
@@ -106,7 +103,7 @@ class Pass {
     args.out_stride = stride;
     args.out_columns = columns;
     args.activation = activation;
-    RunMatmul(team_, kernels_, args, items_, panels_);
+    RunMatmul(team_, kernels_, args, items_, tiles_);
   }
 
   void ClearAbsentSlots() {
@@ -129,7 +126,7 @@ class Pass {
   int32_t* token_ = nullptr;        // their tokens
   float* floats_ = nullptr;         // [threads, floats_stride_]
   int64_t floats_stride_ = 0;
-  uint8_t* panels_ = nullptr;
+  TileScratch* tiles_ = nullptr;
   float* outputs_ = nullptr;        // [slots, hidden]
   int64_t present_ = 0;             // slots with an expert
   std::vector<RowRun> runs_;

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
 
 #: XLA's CPU client adopts host buffers that start at a multiple of this and copies others.
 ALIGNMENT = 64
-
-T = TypeVar("T")
-
 
 def aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
     """An uninitialised array that starts at a multiple of 64 bytes."""
@@ -24,6 +21,6 @@ def aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
     return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
-def to_device(tree: T) -> T:
+def to_device(tree: Any) -> Any:
     """A pytree of numpy arrays as jax arrays; aligned ones aren't copied on CPU, so don't write to them."""
     return jax.tree.map(jax.device_put, tree)

@@ -11,6 +11,7 @@ import numpy as np
 
 from jax_w4a8.checkpoint.buffers import aligned_empty
 from jax_w4a8.checkpoint.errors import CheckpointError
+from jax_w4a8.checkpoint.scheme import Scheme
 from jax_w4a8.checkpoint.stored import StoredArray, StoredLinear
 from jax_w4a8.quantization import QuantizedTensor
 from jax_w4a8.weights import ExpertWeights, pack_experts
@@ -109,21 +110,27 @@ class StoredExperts:
 
     def __post_init__(self) -> None:
         """Raises CheckpointError unless all projections are quantised by one scheme."""
-        first = self.gates[0]
-        if first.scheme is None:
-            raise CheckpointError(
-                f"module {first.name!r} is not quantised; experts in floating point aren't supported"
-            )
+        first, scheme = self.gates[0], self.scheme
         for other in (*self.gates, *self.ups, *self.downs):
-            if (other.scheme, other.scale_dtype) != (first.scheme, first.scale_dtype):
+            if (other.scheme, other.scale_dtype) != (scheme, first.scale_dtype):
                 raise CheckpointError(
                     f"all projections of {self.name!r} must have one scheme: {first.name!r} has "
-                    f"{first.scheme} with {first.scale_dtype} scales, {other.name!r} has {other.scheme} "
+                    f"{scheme} with {first.scale_dtype} scales, {other.name!r} has {other.scheme} "
                     f"with {other.scale_dtype}"
                 )
 
     def __len__(self) -> int:
         return len(self.gates)
+
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme of all projections."""
+        scheme = self.gates[0].scheme
+        if scheme is None:
+            raise CheckpointError(
+                f"module {self.gates[0].name!r} is not quantised; experts in floating point aren't supported"
+            )
+        return scheme
 
     @property
     def nbytes(self) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import numbers
 from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-from jax_w4a8.quantization import QuantKey
+from jax_w4a8.quantization import GROUP_MULTIPLE, SCALE_DTYPES, QuantKey
 from jax_w4a8.routing import Routing
 from jax_w4a8.weights import ExpertWeights, LinearWeights
 
@@ -17,6 +19,8 @@ ActivationScheme = Literal["asymmetric", "symmetric"]
 ACTIVATION_SCHEMES: tuple[str, ...] = ("asymmetric", "symmetric")
 ACTIVATIONS: tuple[str, ...] = ("silu", "swigluoai", "gelu", "gelu_tanh")
 INPUT_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+#: float16 is widened when weights are packed.
+WEIGHT_SCALE_DTYPES = (*SCALE_DTYPES, jnp.dtype(jnp.float16))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +63,16 @@ def check_activation_scheme(scheme: str) -> None:
         raise ValueError(
             f"activation_scheme must be one of {list(ACTIVATION_SCHEMES)}, got {scheme!r}"
         )
+
+
+def check_tokens(x: ArrayLike, features: int, name: str = "x") -> jax.Array:
+    """``x`` as an array of shape ``[..., features]`` and a supported dtype, else TypeError or ValueError."""
+    array = jnp.asarray(x)
+    if array.dtype not in INPUT_DTYPES:
+        raise TypeError(f"{name} must be float32, bfloat16 or float16, got {array.dtype}")
+    if array.ndim < 1 or array.shape[-1] != features:
+        raise ValueError(f"{name} must have shape [..., {features}], got {array.shape}")
+    return array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,5 +170,113 @@ class Backend(abc.ABC):
 def unsupported_reason(
     config: MoEConfig, weight_key: QuantKey, activation_key: QuantKey | None
 ) -> str | None:
-    """The reason why no backend of this package runs the layer, or None: the contract they all share."""
-    raise NotImplementedError
+    """Why no backend of this package runs the layer, or None: the contract that they all share.
+
+    Any group size that is a multiple of 32 and any routing are accepted. ``activation_key`` is
+    what a checkpoint declares; its symmetry is no reason to refuse: ``activation_scheme`` decides.
+    Being per token it is dynamic: a :class:`QuantKey` has no static kind of that shape.
+    """
+    return (
+        _size_reason(config)
+        or _computation_reason(config)
+        or _weight_reason(weight_key)
+        or _activation_reason(activation_key)
+        or _parallel_reason(config, weight_key.group_shape[1])
+    )
+
+
+def _as_dtype(value: Any) -> Any:
+    try:
+        return jnp.dtype(value)
+    except TypeError:
+        return None
+
+
+def _dtype_name(value: Any) -> str:
+    dtype = _as_dtype(value)
+    return repr(value) if dtype is None else str(dtype)
+
+
+def _size_reason(config: MoEConfig) -> str | None:
+    names = ("num_experts", "top_k", "hidden_size", "intermediate_size", "ep_size", "tp_size")
+    for name in names:
+        size = getattr(config, name)
+        if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:
+            return f"{name} must be a positive integer, got {size!r}"
+    if config.top_k > config.num_experts:
+        return f"top_k = {config.top_k} experts can't be chosen out of E = {config.num_experts}"
+    routing = config.routing
+    if routing is None:
+        return None
+    if not isinstance(routing, Routing):
+        return f"routing must be a Routing or None, got {routing!r}"
+    if routing.top_k != config.top_k:
+        return f"routing.top_k must equal top_k = {config.top_k}, got {routing.top_k}"
+    try:
+        routing.check(config.num_experts)
+    except ValueError as error:
+        return f"routing: {error}"
+    return None
+
+
+def _computation_reason(config: MoEConfig) -> str | None:
+    if _as_dtype(config.in_dtype) not in INPUT_DTYPES:
+        return f"in_dtype must be float32, bfloat16 or float16, got {_dtype_name(config.in_dtype)}"
+    activation = config.activation
+    if not isinstance(activation, Activation) and activation not in ACTIVATIONS:
+        return f"activation must be one of {list(ACTIVATIONS)}, got {activation!r}"
+    if config.activation_scheme not in ACTIVATION_SCHEMES:
+        return (
+            f"activation_scheme must be one of {list(ACTIVATION_SCHEMES)}, "
+            f"got {config.activation_scheme!r}"
+        )
+    return None
+
+
+def _weight_reason(key: QuantKey) -> str | None:
+    if _as_dtype(key.dtype) != jnp.int4:
+        return f"weights must be int4, got {_dtype_name(key.dtype)}"
+    if not key.symmetric:
+        return "weights must be symmetric, got asymmetric ones (with zero points)"
+    if _as_dtype(key.scale_dtype) not in WEIGHT_SCALE_DTYPES:
+        return (
+            "weight scales must be bfloat16, float16 or float32, "
+            f"got {_dtype_name(key.scale_dtype)}"
+        )
+    row, col = key.group_shape
+    if (row, col) != (-1, 1) and (row != 1 or col < 1 or col % GROUP_MULTIPLE):
+        return (
+            "weight group_shape must be (-1, 1) for channel-wise or (1, g) with g a positive "
+            f"multiple of {GROUP_MULTIPLE}, got {(row, col)}"
+        )
+    return None
+
+
+def _activation_reason(key: QuantKey | None) -> str | None:
+    if key is None:
+        return None
+    if _as_dtype(key.dtype) != jnp.int8:
+        return f"activations must be int8, got {_dtype_name(key.dtype)}"
+    if tuple(key.group_shape) != (1, -1):
+        return (
+            "activations must be quantised per token, group_shape (1, -1), "
+            f"got {tuple(key.group_shape)}"
+        )
+    return None
+
+
+def _parallel_reason(config: MoEConfig, group: int) -> str | None:
+    """``group`` is the weights' group size; 1, from (-1, 1), when channel-wise."""
+    experts, ep_size = config.num_experts, config.ep_size
+    if experts % ep_size:
+        return f"E = {experts} experts can't be split over ep_size = {ep_size}"
+    intermediate, tp_size = config.intermediate_size, config.tp_size
+    if intermediate % tp_size:
+        return f"intermediate_size = {intermediate} can't be split over tp_size = {tp_size}"
+    shard = intermediate // tp_size
+    if tp_size > 1 and shard % group:
+        return (
+            f"intermediate_size / tp_size = {shard} must be a multiple of the group size, "
+            f"got g = {group}"
+        )
+    return None

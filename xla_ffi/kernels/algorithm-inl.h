@@ -233,10 +233,12 @@ struct PanelSource {
   }
 };
 
+// Decodes inputs [begin, end) of two blocks.
 template <class V>
-static void DecodePanel(const uint8_t* first, const uint8_t* second, int64_t inputs, uint8_t* panel) {
-  PackedSource<V> source = {first, second};
-  for (int64_t k = 0; k < inputs; k += kRunInputs) {
+static void DecodePanel(PackedSource<V> source, int64_t begin, int64_t end, uint8_t* panel) {
+  source.first += begin * (kRunBytes / kRunInputs);
+  source.second += begin * (kRunBytes / kRunInputs);
+  for (int64_t k = begin; k < end; k += kRunInputs) {
     WeightPair<V> low, high;
     source.Next(&low, &high);
     V::StoreWeights(panel, low.first);
@@ -260,24 +262,45 @@ struct TileRows {
   const int32_t* start[R];
   int64_t source[R];  // row numbers in the quantised rows
   int64_t target[R];  // row numbers in the result
+  TileState* state;   // of the first row; used where a panel holds only part of the inputs
 };
 
+// Two blocks' worth of work: inputs [begin, end) of blocks `first` and `second`.
+struct PairRange {
+  int64_t first, second;
+  int64_t begin, end;
+};
+
+// Adds inputs [range.begin, range.end) to the totals. What earlier ranges of the inputs left behind comes from
+// rows.state, and what later ones need goes there.
+//
 // Registers, AVX-512: R = 6 takes 12 integer and 12 float accumulators, 4 weights, 2 broadcasts of 32.
-// AVX2 has 16 registers for R = 3: 12 of 16-bit partial sums; the float totals live on the stack, touched
-// once a group.
+// AVX2 has 16 registers for R = 3: 12 of 16-bit partial sums; the rest lives on the stack, touched once a
+// chunk or a group.
 template <class V, int R, DType kScale, class Source>
-static inline void TileTotals(const MatmulArgs& args, Source source, int64_t first_block,
-                              int64_t second_block, const TileRows<R>& rows,
-                              typename V::F (&total)[R][2]) {
+static inline void TileTotals(const MatmulArgs& args, Source source, const PairRange& range,
+                              const TileRows<R>& rows, typename V::F (&total)[R][2]) {
   const int64_t groups = args.weights.groups, width = args.weights.group_width;
   JAX_W4A8_UNROLL
-  for (int r = 0; r < R; ++r) total[r][0] = total[r][1] = V::Set(0);
-  int64_t k = 0;
-  for (int64_t group = 0; group < groups; ++group) {
+  for (int r = 0; r < R; ++r) {
+    for (int n = 0; n < 2; ++n) {
+      total[r][n] = range.begin == 0 ? V::Set(0) : V::Load(rows.state[r].total[n]);
+    }
+  }
+  int64_t k = range.begin;
+  for (int64_t group = k / width; k < range.end; ++group) {
     typename V::I sum[R][2];
     JAX_W4A8_UNROLL
-    for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = V::SetInt(rows.start[r][group]);
-    for (const int64_t end = k + width; k < end; k += kChunkInputs) {
+    for (int r = 0; r < R; ++r) {
+      if (k == group * width) {
+        sum[r][0] = sum[r][1] = V::SetInt(rows.start[r][group]);
+      } else {
+        for (int n = 0; n < 2; ++n) sum[r][n] = V::LoadInt(rows.state[r].sum[n]);
+      }
+    }
+    const int64_t group_end = (group + 1) * width;
+    const int64_t end = group_end < range.end ? group_end : range.end;
+    for (; k < end; k += kChunkInputs) {
       typename V::Partial part[R][2];
       JAX_W4A8_UNROLL
       for (int r = 0; r < R; ++r) {
@@ -307,9 +330,15 @@ static inline void TileTotals(const MatmulArgs& args, Source source, int64_t fir
         sum[r][1] = V::Finish(sum[r][1], part[r][1]);
       }
     }
+    if (end < group_end) {
+      for (int r = 0; r < R; ++r) {
+        for (int n = 0; n < 2; ++n) V::StoreInt(rows.state[r].sum[n], sum[r][n]);
+      }
+      break;
+    }
     const typename V::F scale[2] = {
-        LoadScale<V>(args.weights.scale, kScale, (first_block * groups + group) * kBlockChannels),
-        LoadScale<V>(args.weights.scale, kScale, (second_block * groups + group) * kBlockChannels)};
+        LoadScale<V>(args.weights.scale, kScale, (range.first * groups + group) * kBlockChannels),
+        LoadScale<V>(args.weights.scale, kScale, (range.second * groups + group) * kBlockChannels)};
     JAX_W4A8_UNROLL
     for (int r = 0; r < R; ++r) {
       total[r][0] = V::Fma(V::ToFloat(sum[r][0]), scale[0], total[r][0]);
@@ -350,10 +379,35 @@ static inline void StoreAs(DType dtype, void* out, int64_t index, typename V::F 
   for (int64_t i = 0; i < n; ++i) to[i] = halves[i];
 }
 
+// Finishes and stores the totals of R rows and two blocks.
+template <class V, int R>
+static inline void StoreTile(const MatmulArgs& args, const PairRange& range,
+                             const TileRows<R>& rows, typename V::F (&total)[R][2]) {
+  JAX_W4A8_UNROLL
+  for (int r = 0; r < R; ++r) {
+    const typename V::F a = Finished<V>(args, total[r][0], rows.source[r], range.first);
+    const typename V::F b = Finished<V>(args, total[r][1], rows.source[r], range.second);
+    const int64_t index = rows.target[r] * args.out_stride;
+    if (args.activation) {
+      const int64_t column = range.first / 2 * kBlockChannels;
+      StoreAs<V>(args.out_dtype, args.out, index + column, Activate<V>(*args.activation, a, b),
+                 args.out_columns - column);
+      continue;
+    }
+    const int64_t column = range.first * kBlockChannels;
+    StoreAs<V>(args.out_dtype, args.out, index + column, a, args.out_columns - column);
+    if (range.second == range.first) continue;
+    StoreAs<V>(args.out_dtype, args.out, index + column + kBlockChannels, b,
+               args.out_columns - column - kBlockChannels);
+  }
+}
+
 template <class V, int R, DType kScale, class Source>
-static void Tile(const MatmulArgs& args, Source source, int64_t block, int64_t first_row) {
+static void Tile(const MatmulArgs& args, const Source& source, const PairRange& range,
+                 int64_t first_row) {
   const QuantizedRows& q = args.rows;
   TileRows<R> rows;
+  rows.state = args.state + first_row;
   for (int r = 0; r < R; ++r) {
     const int64_t row = first_row + r;
     rows.source[r] = args.row_index ? args.row_index[row] : row;
@@ -361,46 +415,34 @@ static void Tile(const MatmulArgs& args, Source source, int64_t block, int64_t f
     rows.codes[r] = q.codes + rows.source[r] * q.inputs();
     rows.start[r] = q.start + rows.source[r] * q.groups;
   }
-  // A last odd block is computed twice and stored once.
-  const int64_t second = block + 1 < args.weights.blocks ? block + 1 : block;
   typename V::F total[R][2];
-  TileTotals<V, R, kScale>(args, source, block, second, rows, total);
-  JAX_W4A8_UNROLL
+  TileTotals<V, R, kScale>(args, source, range, rows, total);
+  if (range.end == args.weights.inputs()) {
+    StoreTile<V, R>(args, range, rows, total);
+    return;
+  }
   for (int r = 0; r < R; ++r) {
-    const typename V::F a = Finished<V>(args, total[r][0], rows.source[r], block);
-    const typename V::F b = Finished<V>(args, total[r][1], rows.source[r], second);
-    const int64_t index = rows.target[r] * args.out_stride;
-    if (args.activation) {
-      const int64_t column = block / 2 * kBlockChannels;
-      StoreAs<V>(args.out_dtype, args.out, index + column, Activate<V>(*args.activation, a, b),
-                 args.out_columns - column);
-      continue;
-    }
-    const int64_t column = block * kBlockChannels;
-    StoreAs<V>(args.out_dtype, args.out, index + column, a, args.out_columns - column);
-    if (second == block) continue;
-    StoreAs<V>(args.out_dtype, args.out, index + column + kBlockChannels, b,
-               args.out_columns - column - kBlockChannels);
+    for (int n = 0; n < 2; ++n) V::Store(rows.state[r].total[n], total[r][n]);
   }
 }
 
 template <class V, int R, DType kScale, class Source>
-static inline void DispatchTile(const MatmulArgs& args, const Source& source, int64_t block,
-                                int64_t first_row, int64_t rows) {
+static inline void DispatchTile(const MatmulArgs& args, const Source& source,
+                                const PairRange& range, int64_t first_row, int64_t rows) {
   if constexpr (R > 1) {
-    if (rows < R) return DispatchTile<V, R - 1, kScale>(args, source, block, first_row, rows);
+    if (rows < R) return DispatchTile<V, R - 1, kScale>(args, source, range, first_row, rows);
   }
-  Tile<V, R, kScale>(args, source, block, first_row);
+  Tile<V, R, kScale>(args, source, range, first_row);
 }
 
-// All rows against two blocks, in tiles of nearly equal height.
+// All rows against a range of two blocks, in tiles of nearly equal height.
 template <class V, DType kScale, class Source>
-static void RowsOfPair(const MatmulArgs& args, const Source& source, int64_t block) {
+static void RowsOfPair(const MatmulArgs& args, const Source& source, const PairRange& range) {
   const int64_t tiles = (args.row_count + V::kTileRows - 1) / V::kTileRows;
   int64_t row = 0;
   for (int64_t tile = 0; tile < tiles; ++tile) {
     const int64_t end = (tile + 1) * args.row_count / tiles;
-    DispatchTile<V, V::kTileRows, kScale>(args, source, block, row, end - row);
+    DispatchTile<V, V::kTileRows, kScale>(args, source, range, row, end - row);
     row = end;
   }
 }
@@ -408,14 +450,20 @@ static void RowsOfPair(const MatmulArgs& args, const Source& source, int64_t blo
 template <class V, DType kScale>
 static void MatmulScaled(const MatmulArgs& args) {
   const PackedMatrix& w = args.weights;
+  const int64_t inputs = w.inputs();
   for (int64_t block = args.block_begin; block < args.block_end; block += 2) {
-    const uint8_t* first = w.codes + block * static_cast<int64_t>(w.block_bytes());
-    const uint8_t* second = block + 1 < w.blocks ? first + w.block_bytes() : first;
+    // A last odd block is computed twice and stored once.
+    const int64_t second = block + 1 < w.blocks ? block + 1 : block;
+    const int64_t bytes = static_cast<int64_t>(w.block_bytes());
+    const PackedSource<V> source = {w.codes + block * bytes, w.codes + second * bytes};
     if (args.row_count <= V::kTileRows) {
-      RowsOfPair<V, kScale>(args, PackedSource<V>{first, second}, block);
-    } else {
-      DecodePanel<V>(first, second, w.inputs(), args.panel);
-      RowsOfPair<V, kScale>(args, PanelSource<V>{args.panel}, block);
+      RowsOfPair<V, kScale>(args, source, PairRange{block, second, 0, inputs});
+      continue;
+    }
+    for (int64_t begin = 0; begin < inputs; begin += kPanelInputs) {
+      const int64_t end = begin + kPanelInputs < inputs ? begin + kPanelInputs : inputs;
+      DecodePanel<V>(source, begin, end, args.panel);
+      RowsOfPair<V, kScale>(args, PanelSource<V>{args.panel}, PairRange{block, second, begin, end});
     }
   }
 }
@@ -466,29 +514,39 @@ static void ToFloat(DType dtype, const void* x, int64_t n, float* out) {
 
 // ---------------------------------------------------------------------------------------------------------
 
-// Dot products of registers alone, in as many independent chains as hide their latency.
+// Dot products of weights in registers, in as many independent chains as hide their latency. Every product is
+// of other codes: equal ones would be computed once.
 template <class V>
 static int64_t PeakProbe(int64_t iterations, int32_t* sink) {
-  constexpr int kChains = V::kPeakChains;
-  uint8_t ones[kRunBytes];
-  for (int i = 0; i < kRunBytes; ++i) ones[i] = static_cast<uint8_t>(1 + (*sink & 1));
-  const typename V::W weights = V::LoadWeights(ones);
-  const typename V::B codes = V::Broadcast(reinterpret_cast<const int8_t*>(ones));
-  typename V::I sum[kChains];
-  for (int chain = 0; chain < kChains; ++chain) sum[chain] = V::SetInt(*sink);
+  constexpr int kSteps = kChunkInputs / 4;
+  int8_t bytes[kRunBytes + V::kPeakChains * kChunkInputs];
+  for (size_t i = 0; i < sizeof(bytes); ++i) bytes[i] = static_cast<int8_t>((i + *sink) & 7);
+  const typename V::W weights = V::LoadWeights(reinterpret_cast<const uint8_t*>(bytes));
+  typename V::I sum[V::kPeakChains];
+  for (int chain = 0; chain < V::kPeakChains; ++chain) sum[chain] = V::SetInt(*sink);
   for (int64_t i = 0; i < iterations; ++i) {
+    const volatile int64_t offset = 0;  // read anew in each iteration, so that no product is kept
+    const int8_t* codes = bytes + kRunBytes + offset;
+    typename V::Partial part[V::kPeakChains];
     JAX_W4A8_UNROLL
-    for (int chain = 0; chain < kChains; ++chain) {
-      typename V::Partial part = V::Begin(sum[chain]);
+    for (int chain = 0; chain < V::kPeakChains; ++chain) part[chain] = V::Begin(sum[chain]);
+    JAX_W4A8_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
       JAX_W4A8_UNROLL
-      for (int step = 0; step < kChunkInputs / 4; ++step) part = V::Dot(part, weights, codes);
-      sum[chain] = V::Finish(sum[chain], part);
+      for (int chain = 0; chain < V::kPeakChains; ++chain) {
+        const int8_t* four = codes + 4 * (step * V::kPeakChains + chain);
+        part[chain] = V::Dot(part[chain], weights, V::Broadcast(four));
+      }
+    }
+    JAX_W4A8_UNROLL
+    for (int chain = 0; chain < V::kPeakChains; ++chain) {
+      sum[chain] = V::Finish(sum[chain], part[chain]);
     }
   }
   int32_t total = 0;
-  for (int chain = 0; chain < kChains; ++chain) total += V::Sum(sum[chain]);
+  for (int chain = 0; chain < V::kPeakChains; ++chain) total += V::Sum(sum[chain]);
   *sink = total;
-  return iterations * kChains * kChunkInputs * kBlockChannels;
+  return iterations * V::kPeakChains * kChunkInputs * kBlockChannels;
 }
 
 template <class V>

@@ -9,6 +9,20 @@
 
 namespace jax_w4a8 {
 
+// Inputs that a panel holds: two blocks' weights, a byte each, that stay in the first-level cache while all
+// rows meet them.
+constexpr int64_t kPanelInputs = 512;
+constexpr int64_t kPanelBytes = 2 * kPanelInputs * kBlockChannels;
+
+// Rows of one Matmul call at most: their codes should stay in the second-level cache.
+constexpr int64_t kMostRows = 256;
+
+// What a row of a tile keeps between panels: sums of the group that goes on, totals of the groups before.
+struct TileState {
+  int32_t sum[2][kBlockChannels];
+  float total[2][kBlockChannels];
+};
+
 // Rows x blocks of one product. Rows are gathered from `rows` by `row_index`; each result row goes to
 // `out_index` of `out`. A null index means the identity.
 struct MatmulArgs {
@@ -26,11 +40,9 @@ struct MatmulArgs {
   // Null for a plain product. Else blocks come in pairs (gate, up), and column block b / 2 of `out` gets
   // activation(gate, up).
   const Activation* activation;
-  uint8_t* panel;  // PanelBytes(weights) of scratch, 64-byte aligned
+  uint8_t* panel;    // kPanelBytes of scratch, 64-byte aligned
+  TileState* state;  // kMostRows of scratch; row_count must not be above that
 };
-
-// Scratch that one Matmul call needs: two blocks with a byte for each code.
-inline size_t PanelBytes(const PackedMatrix& weights) { return 4 * weights.block_bytes(); }
 
 struct Kernels {
   const char* name;

@@ -78,6 +78,14 @@ struct Avx2 {
   }
 
   static inline I SetInt(int32_t x) { return {{_mm256_set1_epi32(x), _mm256_set1_epi32(x)}}; }
+  static inline I LoadInt(const int32_t* p) {
+    return {{_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+             _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))}};
+  }
+  static inline void StoreInt(int32_t* p, I a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a.half[0]);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), a.half[1]);
+  }
   static inline I AddInt(I a, I b) {
     return {{_mm256_add_epi32(a.half[0], b.half[0]), _mm256_add_epi32(a.half[1], b.half[1])}};
   }
@@ -92,8 +100,7 @@ struct Avx2 {
     int32_t lanes[kBlockChannels];
     StoreInt(lanes, a);
     for (int i = n; i < kBlockChannels; ++i) lanes[i] = 0;
-    return {{_mm256_loadu_si256(reinterpret_cast<const __m256i*>(lanes)),
-             _mm256_loadu_si256(reinterpret_cast<const __m256i*>(lanes + 8))}};
+    return LoadInt(lanes);
   }
   static inline I ToInt(F a) {
     return {{_mm256_cvtps_epi32(a.half[0]), _mm256_cvtps_epi32(a.half[1])}};
@@ -150,9 +157,5 @@ struct Avx2 {
   }
   static inline __m256i LoadBytes(const uint8_t* p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  }
-  static inline void StoreInt(int32_t* p, I a) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a.half[0]);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), a.half[1]);
   }
 };

@@ -56,6 +56,8 @@ struct Avx512 {
   }
 
   static inline I SetInt(int32_t x) { return _mm512_set1_epi32(x); }
+  static inline I LoadInt(const int32_t* p) { return _mm512_loadu_si512(p); }
+  static inline void StoreInt(int32_t* p, I a) { _mm512_storeu_si512(p, a); }
   static inline I AddInt(I a, I b) { return _mm512_add_epi32(a, b); }
   static inline int32_t Sum(I a) { return _mm512_reduce_add_epi32(a); }
   static inline I KeepFirst(I a, int n) {

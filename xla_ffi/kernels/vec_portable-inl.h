@@ -68,6 +68,14 @@ struct Portable {
     for (int i = 0; i < kBlockChannels; ++i) out.lane[i] = x;
     return out;
   }
+  static inline I LoadInt(const int32_t* p) {
+    I out;
+    for (int i = 0; i < kBlockChannels; ++i) out.lane[i] = p[i];
+    return out;
+  }
+  static inline void StoreInt(int32_t* p, I a) {
+    for (int i = 0; i < kBlockChannels; ++i) p[i] = a.lane[i];
+  }
   static inline I AddInt(I a, I b) {
     for (int i = 0; i < kBlockChannels; ++i) a.lane[i] += b.lane[i];
     return a;

@@ -1,0 +1,43 @@
+"""The model families that can be loaded, by ``model_type``. A new one is a file beside this and a line here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jax_w4a8.checkpoint import CheckpointError
+from jax_w4a8.models import qwen3_moe
+from jax_w4a8.models.config import DecoderConfig, DecoderNames
+from jax_w4a8.models.fields import Fields
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What sets one family of decoders apart.
+
+    Attributes:
+      configure: reads a ``config.json``.
+      names: what its modules are called.
+    """
+
+    configure: Callable[[Fields], DecoderConfig]
+    names: DecoderNames
+
+
+FAMILIES: dict[str, Family] = {
+    qwen3_moe.MODEL_TYPE: Family(qwen3_moe.configure, qwen3_moe.NAMES),
+}
+
+
+def find_family(model_type: Any, where: str) -> Family:
+    """The family of a ``config.json``'s ``model_type``.
+
+    Raises:
+      CheckpointError: it isn't known; the message lists those that are.
+    """
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise CheckpointError(
+            f"{where}: model_type must be one of {sorted(FAMILIES)}, got {model_type!r}"
+        )
+    return FAMILIES[model_type]

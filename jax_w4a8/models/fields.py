@@ -1,0 +1,113 @@
+"""Typed access to the fields of a ``config.json``, with errors that name the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax_w4a8.checkpoint import CheckpointError
+from jax_w4a8.experts.base import Activation
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+
+
+class Fields:
+    """The fields of a model's configuration.
+
+    A field that is absent or null takes its default; without a default it is an error. Every error is a
+    CheckpointError that names file and field.
+    """
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self._config = config
+        self._where = where
+
+    def get(self, name: str) -> Any:
+        """The raw value, None when absent."""
+        return self._config.get(name)
+
+    def error(self, name: str, expected: str) -> CheckpointError:
+        """An error about the value of a field."""
+        return CheckpointError(f"{self._where}: {name} must be {expected}, got {self.get(name)!r}")
+
+    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """An integer of at least ``minimum``."""
+        value = self._value(name, default, f"an integer of at least {minimum}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise self.error(name, f"an integer of at least {minimum}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive number."""
+        value = self._value(name, default, "a positive number")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise self.error(name, "a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self._value(name, default, "true or false")
+        if not isinstance(value, bool):
+            raise self.error(name, "true or false")
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """A list of non-negative integers; absent means empty, a single integer a list of one."""
+        value = self.get(name)
+        values = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values):
+            raise self.error(name, "non-negative integers")
+        return tuple(values)
+
+    def same_integer(self, *names: str) -> int:
+        """A positive integer that goes by several names; those present must agree."""
+        present = [name for name in names if self.get(name) is not None]
+        if not present:
+            raise CheckpointError(f"{self._where}: {' or '.join(names)} is missing")
+        values = {name: self.integer(name) for name in present}
+        if len(set(values.values())) > 1:
+            raise CheckpointError(f"{self._where}: fields contradict each other: {values}")
+        return values[present[0]]
+
+    def activation(self, name: str) -> Activation:
+        """The activation of gated MLPs."""
+        value = self.get(name)
+        if value not in _ACTIVATIONS:
+            raise self.error(name, f"one of {sorted(_ACTIVATIONS)}")
+        return Activation(_ACTIVATIONS[value])
+
+    def rope_theta(self, default: float) -> float:
+        """Base of rotary frequencies, from ``rope_parameters`` or the older ``rope_theta``.
+
+        Only the default kind of rotary positions is understood; scaled kinds are refused.
+        """
+        theta = self.get("rope_theta")
+        for name in ("rope_parameters", "rope_scaling"):
+            rope = self.get(name) or {}
+            if not isinstance(rope, Mapping):
+                raise self.error(name, "a JSON object or null")
+            kind = rope.get("rope_type", rope.get("type", "default"))
+            if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+                raise self.error(name, "of rope_type 'default' on all of a head's width")
+            theta = rope.get("rope_theta", theta)
+        if theta is None:
+            return default
+        if not isinstance(theta, int | float) or isinstance(theta, bool) or not theta > 0:
+            raise CheckpointError(
+                f"{self._where}: rope_theta must be a positive number, got {theta!r}"
+            )
+        return float(theta)
+
+    def _value(self, name: str, default: Any, expected: str) -> Any:
+        value = self.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise CheckpointError(f"{self._where}: {name} is missing, expected {expected}")
+        return value

@@ -1,0 +1,129 @@
+"""The layers that every decoder is made of; activations and norms are float32."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jax_w4a8.linear import linear
+from jax_w4a8.weights import ExpertWeights, LinearWeights
+
+_HIGHEST = lax.Precision.HIGHEST
+
+
+class PackedWeight(nnx.Variable[LinearWeights | ExpertWeights]):
+    """Packed INT4 weights, a whole pytree; not an ``nnx.Param``, so optimisers and ``nnx.grad`` pass it by."""
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedOptions:
+    """How the quantised layers of a model run: static under ``jit``.
+
+    Attributes:
+      activation_scheme: ``asymmetric`` or ``symmetric``.
+      backend: ``auto``, ``cpu_int4`` or ``xla``.
+    """
+
+    activation_scheme: str = "asymmetric"
+    backend: str = "auto"
+
+
+def matmul_float(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """``x @ weight.T`` with the accuracy of float32, from weights in any floating point dtype.
+
+    bfloat16 weights are not widened, which would cost a float32 copy of them per call. Instead x is split into
+    three bfloat16 parts that add up to it exactly, multiplied at once, and the products summed in float32.
+    Measured on two cores, [1, 2048] x [40000, 2048]: 14 ms against 116 ms with widened weights, and half the error.
+
+    Args:
+      x: float32 ``[..., K]``.
+      weight: ``[N, K]``.
+
+    Returns:
+      float32 ``[..., N]``.
+    """
+    if weight.dtype != jnp.bfloat16:
+        return lax.dot_general(
+            x, weight.astype(jnp.float32), (((x.ndim - 1,), (1,)), ((), ())), precision=_HIGHEST
+        )
+    parts = jnp.stack(_split_bfloat16(x))
+    y = lax.dot_general(
+        parts, weight, (((x.ndim,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    return y[0] + (y[1] + y[2])
+
+
+def _split_bfloat16(x: jax.Array) -> list[jax.Array]:
+    # reduce_precision, because XLA may drop a conversion to bfloat16 and back.
+    parts = []
+    for _ in range(3):
+        part = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        x = x - part
+    return parts
+
+
+class Linear(nnx.Module):
+    """A linear map, INT4 with INT8 activations or in floating point.
+
+    Attributes:
+      weight: a :class:`PackedWeight` (its bias included), or an ``nnx.Param`` ``[N, K]``.
+      bias: an ``nnx.Param`` ``[N]`` beside a floating point weight, or None.
+    """
+
+    def __init__(
+        self,
+        weight: LinearWeights | jax.Array,
+        bias: jax.Array | None,
+        options: QuantizedOptions,
+    ) -> None:
+        packed = isinstance(weight, LinearWeights)
+        self.weight = PackedWeight(weight) if packed else nnx.Param(weight)
+        self.bias = None if bias is None else nnx.Param(bias)
+        self.options = options
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """float32 ``[..., K]`` to float32 ``[..., N]``."""
+        weight = self.weight.get_value()
+        if isinstance(weight, LinearWeights):
+            return linear(
+                x,
+                weight,
+                activation_scheme=self.options.activation_scheme,
+                backend=self.options.backend,
+            )
+        y = matmul_float(x, weight)
+        return y if self.bias is None else y + self.bias.get_value().astype(jnp.float32)
+
+
+class Embedding(nnx.Module):
+    """Rows of a table by token id."""
+
+    def __init__(self, table: jax.Array) -> None:
+        self.table = nnx.Param(table)
+
+    def __call__(self, token_ids: jax.Array) -> jax.Array:
+        """int32 ``[...]`` to float32 ``[..., H]``; an id past the table gives NaN."""
+        table = self.table.get_value()
+        return jnp.take(table, token_ids, axis=0, mode="fill").astype(jnp.float32)
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        """Logits by the same table, for tied embeddings: float32 ``[..., H]`` to ``[..., V]``."""
+        return matmul_float(x, self.table.get_value())
+
+
+class RMSNorm(nnx.Module):
+    """Scales the last axis to a root mean square of 1, then by a learnt weight."""
+
+    def __init__(self, weight: jax.Array, epsilon: float) -> None:
+        self.weight = nnx.Param(weight)
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """float32 ``[..., N]`` to the same."""
+        scale = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
+        return x * scale * self.weight.get_value().astype(jnp.float32)
