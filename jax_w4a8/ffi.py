@@ -188,7 +188,7 @@ def release_scratch() -> int:
 
 def lowering(operation: str) -> Callable[..., Any]:
     """The MLIR lowering rule of an operation's custom call; attributes are given as keywords."""
-    return jax.ffi.ffi_lowering(_TARGETS[operation])  # type: ignore[no-any-return]
+    return jax.ffi.ffi_lowering(_TARGETS[operation])
 
 
 def attribute(value: bool | int | float) -> Any:

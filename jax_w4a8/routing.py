@@ -186,16 +186,17 @@ def _rankable(x: jax.Array) -> jax.Array:
 
 def _outside_groups(ranks: jax.Array, scores: jax.Array, routing: Routing, score: str) -> jax.Array:
     """True for the experts ``[..., E]`` of groups that aren't chosen."""
-    grouped = (*ranks.shape[:-1], routing.num_groups, -1)
+    size = ranks.shape[-1] // routing.num_groups
+    grouped = (*ranks.shape[:-1], routing.num_groups, size)
     if score == "max":
         group_scores = ranks.reshape(grouped).max(axis=-1)
     else:
         per_group = scores.reshape(grouped)
-        group_scores = _rankable(lax.top_k(per_group, min(2, per_group.shape[-1]))[0].sum(axis=-1))
+        group_scores = _rankable(lax.top_k(per_group, min(2, size))[0].sum(axis=-1))
     chosen = lax.top_k(group_scores, routing.topk_group or 1)[1]
     groups = jnp.arange(routing.num_groups, dtype=chosen.dtype)
     outside = (chosen[..., None] != groups).all(axis=-2)
-    return jnp.repeat(outside, ranks.shape[-1] // routing.num_groups, axis=-1)
+    return jnp.repeat(outside, size, axis=-1)
 
 
 def _choose(
@@ -259,6 +260,14 @@ def route(
         if bias.shape != (num_experts,):
             raise ValueError(f"correction_bias must have shape {(num_experts,)}, got {bias.shape}")
 
+    return _route(logits, routing, bias)
+
+
+# Compiled as one, so that a call outside jit is one dispatch, and a model's layers share one trace.
+@jax.jit
+def _route(
+    logits: jax.Array, routing: Routing, bias: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     scores = _score(logits, routing.scoring)
     ids = _choose(*lax.stop_gradient((logits, scores, bias)), routing)
     if routing.scoring == "softmax" and routing.renormalize and not routing.renormalize_epsilon:

@@ -10,8 +10,9 @@
 
 namespace jax_w4a8 {
 
-// Rounds to nearest and keeps subnormal numbers while alive, then restores what was. XLA's threads flush
-// subnormals and a caller's thread may not: results must not depend on which of them took a row.
+// Rounds to nearest and keeps subnormal numbers while alive, then restores what was. XLA's threads
+// flush subnormals and a caller's thread may not: results must not depend on which of them took a
+// row.
 class ScopedFloatEnv {
  public:
 #if defined(__SSE2__) || defined(_M_X64)

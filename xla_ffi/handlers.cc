@@ -1,4 +1,5 @@
-// FFI bindings: decode and check buffers, then call. Nothing past the checks can fail for its arguments.
+// FFI bindings: decode and check buffers, then call. Nothing past the checks can fail for its
+// arguments.
 #include "handlers.h"
 
 #include <algorithm>
@@ -25,8 +26,8 @@ namespace ffi = ::xla::ffi;
 using ffi::AnyBuffer;
 using ffi::Error;
 
-#define JAX_W4A8_RETURN_IF_ERROR(expression)                  \
-  do {                                                        \
+#define JAX_W4A8_RETURN_IF_ERROR(expression)                       \
+  do {                                                             \
     if (Error error = (expression); error.failure()) return error; \
   } while (false)
 
@@ -94,8 +95,8 @@ struct WeightBuffers {
   AnyBuffer bias;
 };
 
-// Checks one packed matrix, or a stack of `stack` of them (kAnySize: none), and that it takes `inputs`
-// (kAnySize: any number).
+// Checks one packed matrix, or a stack of `stack` of them (kAnySize: none), and that it takes
+// `inputs` (kAnySize: any number).
 Error DecodeWeights(const WeightBuffers& buffers, int64_t stack, int64_t inputs,
                     PackedMatrix* out) {
   // The widest group whose exact sum fits 32 bits: 2^20 products of 8 x 128.
@@ -113,20 +114,22 @@ Error DecodeWeights(const WeightBuffers& buffers, int64_t stack, int64_t inputs,
   out->blocks = dims[axis];
   out->groups = dims[axis + 1];
   out->group_width = dims[axis + 2] / (kRunBytes / kRunInputs);
-  const bool fits =
-      dims[axis + 2] > 0 && dims[axis + 2] % (kRunBytes / kRunInputs * kChunkInputs) == 0 &&
-      out->group_width <= kWidestGroup && out->blocks > 0 && out->groups > 0 &&
-      (inputs == kAnySize || (out->inputs() >= inputs && out->inputs() - out->group_width < inputs));
+  const bool fits = dims[axis + 2] > 0 &&
+                    dims[axis + 2] % (kRunBytes / kRunInputs * kChunkInputs) == 0 &&
+                    out->group_width <= kWidestGroup && out->blocks > 0 && out->groups > 0 &&
+                    (inputs == kAnySize ||
+                     (out->inputs() >= inputs && out->inputs() - out->group_width < inputs));
   if (!fits) {
     return Error::InvalidArgument(name + ".codes doesn't hold whole groups for its inputs, got " +
                                   ShapeText(buffers.codes));
   }
-  JAX_W4A8_RETURN_IF_ERROR(DecodeDType((name + ".scale").c_str(), buffers.scale, &out->scale_dtype));
+  JAX_W4A8_RETURN_IF_ERROR(
+      DecodeDType((name + ".scale").c_str(), buffers.scale, &out->scale_dtype));
   if (out->scale_dtype == DType::kF16) {
     return Error::InvalidArgument(name + ".scale must be float32 or bfloat16");
   }
-  for (const auto& [part, buffer] : {std::pair(".scaled_sum", &buffers.scaled_sum),
-                                     std::pair(".bias", &buffers.bias)}) {
+  for (const auto& [part, buffer] :
+       {std::pair(".scaled_sum", &buffers.scaled_sum), std::pair(".bias", &buffers.bias)}) {
     const std::string full = name + part;
     JAX_W4A8_RETURN_IF_ERROR(CheckDType(full.c_str(), *buffer, ffi::DataType::F32, "float32"));
     JAX_W4A8_RETURN_IF_ERROR(
@@ -134,10 +137,10 @@ Error DecodeWeights(const WeightBuffers& buffers, int64_t stack, int64_t inputs,
                 : CheckShape(full.c_str(), *buffer, {out->blocks, kBlockChannels}));
   }
   const std::string scale = name + ".scale";
-  JAX_W4A8_RETURN_IF_ERROR(
-      stacked ? CheckShape(scale.c_str(), buffers.scale,
-                           {stack, out->blocks, out->groups, kBlockChannels})
-              : CheckShape(scale.c_str(), buffers.scale, {out->blocks, out->groups, kBlockChannels}));
+  JAX_W4A8_RETURN_IF_ERROR(stacked ? CheckShape(scale.c_str(), buffers.scale,
+                                                {stack, out->blocks, out->groups, kBlockChannels})
+                                   : CheckShape(scale.c_str(), buffers.scale,
+                                                {out->blocks, out->groups, kBlockChannels}));
   out->codes = static_cast<const uint8_t*>(buffers.codes.untyped_data());
   out->scale = buffers.scale.untyped_data();
   out->scaled_sum = static_cast<const float*>(buffers.scaled_sum.untyped_data());
@@ -353,8 +356,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxW4A8ApplyExperts, jax_w4a8::ApplyExperts,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxW4A8Combine, jax_w4a8::CombineSlots,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()   // slots
-                                  .Arg<xla::ffi::AnyBuffer>()   // weights
+                                  .Arg<xla::ffi::AnyBuffer>()    // slots
+                                  .Arg<xla::ffi::AnyBuffer>()    // weights
                                   .Ret<xla::ffi::AnyBuffer>());  // y
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxW4A8Linear, jax_w4a8::Linear,
                               xla::ffi::Ffi::Bind()

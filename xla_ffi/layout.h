@@ -10,10 +10,12 @@ namespace jax_w4a8 {
 
 // Output channels of a block; also the width of every logical vector in the kernels.
 constexpr int kBlockChannels = 16;
-// Inputs whose codes for one block fill kRunBytes: byte 4 * c + i holds input i low, input 4 + i high.
+// Inputs whose codes for one block fill kRunBytes: byte 4 * c + i holds input i low, input 4 + i
+// high.
 constexpr int kRunInputs = 8;
 constexpr int kRunBytes = kBlockChannels * kRunInputs / 2;
-// Every group is a whole number of chunks, so that kernels may settle narrow accumulators once a chunk.
+// Every group is a whole number of chunks, so that kernels may settle narrow accumulators once a
+// chunk.
 constexpr int kChunkInputs = 32;
 // Weight codes are stored plus this.
 constexpr int kCodeOffset = 8;
@@ -41,16 +43,17 @@ struct PackedMatrix {
   PackedMatrix At(int64_t index) const {
     PackedMatrix one = *this;
     one.codes += index * blocks * static_cast<int64_t>(block_bytes());
-    one.scale = static_cast<const char*>(scale) +
-                index * blocks * groups * kBlockChannels * static_cast<int64_t>(SizeOf(scale_dtype));
+    one.scale = static_cast<const char*>(scale) + index * blocks * groups * kBlockChannels *
+                                                      static_cast<int64_t>(SizeOf(scale_dtype));
     one.scaled_sum += index * blocks * kBlockChannels;
     one.bias += index * blocks * kBlockChannels;
     return one;
   }
 };
 
-// Rows of INT8 codes: value = (code - zero) * scale. `start` holds, per row and group, -8 times the sum
-// of the group's codes: what an accumulator starts from so that stored codes need no offset taken off.
+// Rows of INT8 codes: value = (code - zero) * scale. `start` holds, per row and group, -8 times the
+// sum of the group's codes: what an accumulator starts from so that stored codes need no offset
+// taken off.
 struct QuantizedRows {
   int8_t* codes;   // [rows, groups * group_width], zeros behind the last input
   int32_t* start;  // [rows, groups]

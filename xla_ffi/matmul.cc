@@ -9,8 +9,8 @@ namespace {
 constexpr int64_t kLeastCost = 128 << 10;
 constexpr int64_t kItemsPerThread = 8;
 
-// Of one block pair, in bytes read: below some rows a product is bound by reading weights, beyond by
-// arithmetic, which per row costs about as much as reading an eighth of the weights.
+// Of one block pair, in bytes read: below some rows a product is bound by reading weights, beyond
+// by arithmetic, which per row costs about as much as reading an eighth of the weights.
 int64_t PairCost(const PackedMatrix& weights, int64_t rows) {
   const int64_t bytes = 2 * static_cast<int64_t>(weights.block_bytes());
   return bytes + bytes * rows / 8;

@@ -27,7 +27,8 @@ struct WorkItem {
   int64_t block_end;
 };
 
-// Cuts every run into row pieces and block ranges, so that `threads` threads share even a single run evenly.
+// Cuts every run into row pieces and block ranges, so that `threads` threads share even a single
+// run evenly.
 void PlanWork(const PackedMatrix& weights, const std::vector<RowRun>& runs, int threads,
               std::vector<WorkItem>* items);
 
@@ -42,13 +43,13 @@ struct alignas(64) TileScratch {
 
 TileScratch* TakeTileScratch(ScratchLayout& layout, int threads);
 
-// Runs `items`, each with its matrix, rows and target filled into a copy of `common`. `row_index` and
-// `out_index` of `common` are those of the whole list.
+// Runs `items`, each with its matrix, rows and target filled into a copy of `common`. `row_index`
+// and `out_index` of `common` are those of the whole list.
 void RunMatmul(Team& team, const Kernels& kernels, const MatmulArgs& common,
                const std::vector<WorkItem>& items, TileScratch* tiles);
 
-// Calls body(begin, end, worker) over [0, count) in pieces that are worth a thread's while when one element
-// costs `cost` (about a nanosecond each).
+// Calls body(begin, end, worker) over [0, count) in pieces that are worth a thread's while when one
+// element costs `cost` (about a nanosecond each).
 template <class Body>
 void ForRanges(Team& team, int64_t count, int64_t cost, const Body& body) {
   constexpr int64_t kWorthwhile = 20000;
@@ -62,8 +63,8 @@ void ForRanges(Team& team, int64_t count, int64_t cost, const Body& body) {
 }
 
 struct LinearCall {
-  DType dtype;     // of x and y
-  const void* x;   // [rows, features]
+  DType dtype;    // of x and y
+  const void* x;  // [rows, features]
   int64_t rows;
   int64_t features;
   bool symmetric;
@@ -75,8 +76,8 @@ struct LinearCall {
 // False when there is no memory for scratch.
 bool RunLinear(const LinearCall& call, const Kernels& kernels, Team& team);
 
-// Quantises rows [begin, end) of x. `factors`, where given, multiply rows first. `floats` holds `features`
-// floats of scratch, used for half precision.
+// Quantises rows [begin, end) of x. `factors`, where given, multiply rows first. `floats` holds
+// `features` floats of scratch, used for half precision.
 void QuantizeRange(const Kernels& kernels, DType dtype, const void* x, int64_t features,
                    const float* factors, bool symmetric, int64_t begin, int64_t end, float* floats,
                    const QuantizedRows& out);

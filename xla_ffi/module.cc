@@ -1,5 +1,6 @@
 // The extension module: hands out handlers and settings; no logic.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -44,6 +45,13 @@ int64_t PeakProbe(int64_t iterations) {
   return jax_w4a8::ActiveKernels().peak_probe(iterations, &sink);
 }
 
+int32_t ReadProbe(nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> data) {
+  const nb::gil_scoped_release release;
+  int32_t sink = 0;
+  jax_w4a8::ActiveKernels().read_probe(data.data(), static_cast<int64_t>(data.size()), &sink);
+  return sink;
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -57,4 +65,5 @@ NB_MODULE(_native, m) {
   m.def("thread_limit", &jax_w4a8::ThreadLimit);
   m.def("release_scratch", &jax_w4a8::ReleaseScratch);
   m.def("peak_probe", &PeakProbe, nb::call_guard<nb::gil_scoped_release>());
+  m.def("read_probe", &ReadProbe);
 }

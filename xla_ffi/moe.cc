@@ -79,8 +79,7 @@ class Pass {
 
   void QuantizeInner() {
     // Columns that only fill up blocks are zeros; there may be more of them than w2 has inputs.
-    const int64_t width =
-        inner_stride_ < call_.w2.inputs() ? inner_stride_ : call_.w2.inputs();
+    const int64_t width = inner_stride_ < call_.w2.inputs() ? inner_stride_ : call_.w2.inputs();
     ForRanges(team_, present_, width / 4, [&](int64_t begin, int64_t end, int) {
       for (int64_t place = begin; place < end; ++place) {
         const int64_t slot = order_[place];
@@ -118,17 +117,17 @@ class Pass {
   Team& team_;
   const int64_t slots_;
 
-  QuantizedRows x_;                 // by token
-  float* inner_ = nullptr;          // [slots, inner_stride_]: activation outputs
+  QuantizedRows x_;         // by token
+  float* inner_ = nullptr;  // [slots, inner_stride_]: activation outputs
   int64_t inner_stride_ = 0;
-  QuantizedRows quantized_inner_;   // by slot
-  int32_t* order_ = nullptr;        // slots, by expert
-  int32_t* token_ = nullptr;        // their tokens
-  float* floats_ = nullptr;         // [threads, floats_stride_]
+  QuantizedRows quantized_inner_;  // by slot
+  int32_t* order_ = nullptr;       // slots, by expert
+  int32_t* token_ = nullptr;       // their tokens
+  float* floats_ = nullptr;        // [threads, floats_stride_]
   int64_t floats_stride_ = 0;
   TileScratch* tiles_ = nullptr;
-  float* outputs_ = nullptr;        // [slots, hidden]
-  int64_t present_ = 0;             // slots with an expert
+  float* outputs_ = nullptr;  // [slots, hidden]
+  int64_t present_ = 0;       // slots with an expert
   std::vector<RowRun> runs_;
   std::vector<WorkItem> items_;
 };

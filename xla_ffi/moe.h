@@ -1,4 +1,5 @@
-// The expert call: quantise, gate and up projections with activation, quantise again, down projection, combine.
+// The expert call: quantise, gate and up projections with activation, quantise again, down
+// projection, combine.
 #ifndef JAX_W4A8_XLA_FFI_MOE_H_
 #define JAX_W4A8_XLA_FFI_MOE_H_
 

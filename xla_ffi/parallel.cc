@@ -22,8 +22,9 @@ void Pause() {
 #endif
 }
 
-// Waits a little longer each time it is asked: a few hundred pauses (some microseconds), then the processor
-// is offered to others. False once it has been asked for so long that a helper had better go home.
+// Waits a little longer each time it is asked: a few hundred pauses (some microseconds), then the
+// processor is offered to others. False once it has been asked for so long that a helper had better
+// go home.
 class Patience {
  public:
   bool Wait() {
@@ -42,8 +43,8 @@ class Patience {
   int asked_ = 0;
 };
 
-// Phase, number of items and next item in one word, so that a helper which comes late can't mistake one
-// phase's items for another's.
+// Phase, number of items and next item in one word, so that a helper which comes late can't mistake
+// one phase's items for another's.
 constexpr int kItemBits = 24;
 constexpr uint64_t kItemMask = (uint64_t{1} << kItemBits) - 1;
 constexpr uint64_t kClosed = ~uint64_t{0} << (2 * kItemBits);
@@ -106,10 +107,11 @@ void Team::Help(const std::shared_ptr<Shared>& shared, int worker) {
 }
 
 void Team::ScheduleHelpers() {
-  // Helpers leave while the caller is busy with a long item; workers' numbers are theirs again only when all
-  // have left, since two helpers must not share one.
+  // Helpers leave while the caller is busy with a long item; workers' numbers are theirs again only
+  // when all have left, since two helpers must not share one.
   int none = 0;
-  if (!shared_->helpers.compare_exchange_strong(none, threads_ - 1, std::memory_order_acq_rel)) return;
+  if (!shared_->helpers.compare_exchange_strong(none, threads_ - 1, std::memory_order_acq_rel))
+    return;
   for (int worker = 1; worker < threads_; ++worker) {
     schedule_([shared = shared_, worker] { Help(shared, worker); });
   }
@@ -124,8 +126,10 @@ void Team::Run(int64_t items, Function function, const void* body) {
   shared.finished.store(0, std::memory_order_relaxed);
   const uint64_t tickets = static_cast<uint64_t>((items + shared.grain - 1) / shared.grain);
   // Wraps round well below kClosed.
-  const uint64_t phase = ((shared.ticket.load(std::memory_order_relaxed) >> (2 * kItemBits)) + 1) & 0x7fff;
-  shared.ticket.store((phase << (2 * kItemBits)) | (tickets << kItemBits), std::memory_order_release);
+  const uint64_t phase =
+      ((shared.ticket.load(std::memory_order_relaxed) >> (2 * kItemBits)) + 1) & 0x7fff;
+  shared.ticket.store((phase << (2 * kItemBits)) | (tickets << kItemBits),
+                      std::memory_order_release);
   ScheduleHelpers();
   while (shared.RunOne(0)) {
   }

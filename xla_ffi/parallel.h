@@ -1,8 +1,9 @@
 // A parallel-for over phases that never waits for a task to start.
 //
-// XLA runs handlers on its intra-op pool, several at once. A handler that waits for tasks it scheduled there
-// can wait for ever: every thread may be such a handler. Here the calling thread takes items itself and waits
-// only for items that a helper has already taken; a helper that starts late finds the phases closed.
+// XLA runs handlers on its intra-op pool, several at once. A handler that waits for tasks it
+// scheduled there can wait for ever: every thread may be such a handler. Here the calling thread
+// takes items itself and waits only for items that a helper has already taken; a helper that starts
+// late finds the phases closed.
 #ifndef JAX_W4A8_XLA_FFI_PARALLEL_H_
 #define JAX_W4A8_XLA_FFI_PARALLEL_H_
 
@@ -17,7 +18,8 @@ namespace jax_w4a8 {
 // Hands a task to some other thread, some time.
 using Schedule = std::function<void(std::function<void()>)>;
 
-// Most threads that a call may use, the calling one included; 0 for as many as the pool has. For tests.
+// Most threads that a call may use, the calling one included; 0 for as many as the pool has. For
+// tests.
 void SetThreadLimit(int limit);
 int ThreadLimit();
 
@@ -32,8 +34,8 @@ class Team {
   // The caller is worker 0; items see workers of [0, threads()).
   int threads() const { return threads_; }
 
-  // Calls body(item, worker) once for every item of [0, items), and returns when all are done. The body must
-  // not throw.
+  // Calls body(item, worker) once for every item of [0, items), and returns when all are done. The
+  // body must not throw.
   template <class Body>
   void ForEach(int64_t items, const Body& body) {
     if (items <= 1 || threads_ == 1) {

@@ -29,7 +29,8 @@ Block Allocate(size_t bytes) {
   char* data = static_cast<char*>(aligned_alloc(alignment, size));
 #endif
 #ifdef __linux__
-  // Large working memory is touched all over at every call; 4 KiB pages would fault thousands of times.
+  // Large working memory is touched all over at every call; 4 KiB pages would fault thousands of
+  // times.
   if (data && size >= kHugePage) madvise(data, size, MADV_HUGEPAGE);
 #endif
   return {data, data ? size : 0};
@@ -45,8 +46,8 @@ void Free(const Block& block) {
 
 class Pool {
  public:
-  // The smallest kept block that is large enough. If all are too small one of them is freed, so that blocks
-  // outgrown by later calls don't pile up.
+  // The smallest kept block that is large enough. If all are too small one of them is freed, so
+  // that blocks outgrown by later calls don't pile up.
   Block Acquire(size_t bytes) {
     Block outgrown = {nullptr, 0};
     {

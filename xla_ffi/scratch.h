@@ -7,7 +7,8 @@
 
 namespace jax_w4a8 {
 
-// Adds up aligned parts of one block of memory: first to learn its size, then to hand the parts out.
+// Adds up aligned parts of one block of memory: first to learn its size, then to hand the parts
+// out.
 class ScratchLayout {
  public:
   explicit ScratchLayout(char* base = nullptr) : base_(base) {}
@@ -27,9 +28,9 @@ class ScratchLayout {
   size_t size_ = 0;
 };
 
-// A block of at least `bytes`, from those that earlier calls gave back where one is large enough. Memory
-// held between calls: at most one block for each call that ran at the same time, none larger than the largest
-// that such a call needed, and kMostKept in all.
+// A block of at least `bytes`, from those that earlier calls gave back where one is large enough.
+// Memory held between calls: at most one block for each call that ran at the same time, none larger
+// than the largest that such a call needed, and kMostKept in all.
 class Scratch {
  public:
   explicit Scratch(size_t bytes);

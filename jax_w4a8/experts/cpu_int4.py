@@ -67,7 +67,7 @@ def _loop_over_batch(primitive: Primitive, operands: Sequence[Any], dims: Sequen
     def one(elements: list[jax.Array]) -> jax.Array:
         rest = iter(elements)
         full = [x if d is None else next(rest) for x, d in zip(operands, dims, strict=True)]
-        return primitive.bind(*full, **params)  # type: ignore[no-any-return]
+        return primitive.bind(*full, **params)
 
     return lax.map(one, mapped), 0
 
@@ -193,7 +193,7 @@ class CPUExpertsInt4(Backend):
         """See :meth:`Backend.fused_experts`."""
         leaves = jax.tree.leaves(experts)
         parameters = _experts_parameters(experts, options)
-        return fused_experts_p.bind(x, weights, ids, *leaves, **parameters)  # type: ignore[no-any-return]
+        return fused_experts_p.bind(x, weights, ids, *leaves, **parameters)
 
     @classmethod
     def apply_experts(
@@ -209,17 +209,17 @@ class CPUExpertsInt4(Backend):
             weights = jnp.zeros(ids.shape, jnp.float32)  # an operand that the handler doesn't read
         leaves = jax.tree.leaves(experts)
         parameters = _experts_parameters(experts, options)
-        return apply_experts_p.bind(x, weights, ids, *leaves, **parameters)  # type: ignore[no-any-return]
+        return apply_experts_p.bind(x, weights, ids, *leaves, **parameters)
 
     @classmethod
     def combine(cls, slots: jax.Array, weights: jax.Array, dtype: Any) -> jax.Array:
         """See :meth:`Backend.combine`."""
-        return combine_p.bind(slots, weights, dtype=jnp.dtype(dtype))  # type: ignore[no-any-return]
+        return combine_p.bind(slots, weights, dtype=jnp.dtype(dtype))
 
     @classmethod
     def linear(cls, x: jax.Array, weights: LinearWeights, activation_scheme: str) -> jax.Array:
         """See :meth:`Backend.linear`."""
-        return linear_p.bind(  # type: ignore[no-any-return]
+        return linear_p.bind(
             x,
             *jax.tree.leaves(weights),
             structure=jax.tree.structure(weights),

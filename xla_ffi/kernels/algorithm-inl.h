@@ -1,14 +1,16 @@
 // The one algorithm behind every instruction set, over a class V of 16-wide logical vectors.
 //
-// A kernel file defines V (see vec_portable-inl.h for what each member means), includes this file inside an
-// anonymous namespace of its own, and hands out MakeKernels<V>(). Nothing here may differ in result between
-// instruction sets: sums of codes are exact integers, floats meet only fused multiply-adds and correctly
-// rounded operations in a fixed order, and every file is compiled with -ffp-contract=off.
+// A kernel file defines V (see vec_portable-inl.h for what each member means), includes this file
+// inside an anonymous namespace of its own, and hands out MakeKernels<V>(). Nothing here may differ
+// in result between instruction sets: sums of codes are exact integers, floats meet only fused
+// multiply-adds and correctly rounded operations in a fixed order, and every file is compiled with
+// -ffp-contract=off.
 //
-// No standard C++ header belongs here: their inline functions would be compiled with this file's flags and
-// could be the copy that the linker keeps for everybody.
+// No standard C++ header belongs here: their inline functions would be compiled with this file's
+// flags and could be the copy that the linker keeps for everybody.
 
-// Tiles must be unrolled to live in registers; the portable file has none to keep, and leaves it be.
+// Tiles must be unrolled to live in registers; the portable file has none to keep, and leaves it
+// be.
 #if (defined(__GNUC__) || defined(__clang__)) && !defined(JAX_W4A8_PORTABLE)
 #define JAX_W4A8_UNROLL _Pragma("GCC unroll 16")
 #else
@@ -146,8 +148,8 @@ static inline typename V::F Sigmoid(typename V::F x) {
   return V::Div(V::Set(1.0f), V::Add(V::Set(1.0f), e));
 }
 
-// The normal distribution's cumulative function. erfc(a) = e^(-a^2) t P(t), t = 1 / (1 + 0.37 a): P is a
-// minimax fit (2.6e-8) over a of [0, 9.5], beyond which e^(-a^2) is 0 in float.
+// The normal distribution's cumulative function. erfc(a) = e^(-a^2) t P(t), t = 1 / (1 + 0.37 a): P
+// is a minimax fit (2.6e-8) over a of [0, 9.5], beyond which e^(-a^2) is 0 in float.
 template <class V>
 static inline typename V::F NormalCdf(typename V::F x) {
   const typename V::F magnitude = V::Max(V::Sub(V::Set(0), x), x);
@@ -271,12 +273,12 @@ struct PairRange {
   int64_t begin, end;
 };
 
-// Adds inputs [range.begin, range.end) to the totals. What earlier ranges of the inputs left behind comes from
-// rows.state, and what later ones need goes there.
+// Adds inputs [range.begin, range.end) to the totals. What earlier ranges of the inputs left behind
+// comes from rows.state, and what later ones need goes there.
 //
-// Registers, AVX-512: R = 6 takes 12 integer and 12 float accumulators, 4 weights, 2 broadcasts of 32.
-// AVX2 has 16 registers for R = 3: 12 of 16-bit partial sums; the rest lives on the stack, touched once a
-// chunk or a group.
+// Registers, AVX-512: R = 6 takes 12 integer and 12 float accumulators, 4 weights, 2 broadcasts
+// of 32. AVX2 has 16 registers for R = 3: 12 of 16-bit partial sums; the rest lives on the stack,
+// touched once a chunk or a group.
 template <class V, int R, DType kScale, class Source>
 static inline void TileTotals(const MatmulArgs& args, Source source, const PairRange& range,
                               const TileRows<R>& rows, typename V::F (&total)[R][2]) {
@@ -514,8 +516,8 @@ static void ToFloat(DType dtype, const void* x, int64_t n, float* out) {
 
 // ---------------------------------------------------------------------------------------------------------
 
-// Dot products of weights in registers, in as many independent chains as hide their latency. Every product is
-// of other codes: equal ones would be computed once.
+// Dot products of weights in registers, in as many independent chains as hide their latency. Every
+// product is of other codes: equal ones would be computed once.
 template <class V>
 static int64_t PeakProbe(int64_t iterations, int32_t* sink) {
   constexpr int kSteps = kChunkInputs / 4;
@@ -550,6 +552,21 @@ static int64_t PeakProbe(int64_t iterations, int32_t* sink) {
 }
 
 template <class V>
+static void ReadProbe(const uint8_t* data, int64_t bytes, int32_t* sink) {
+  typename V::I sum[4];
+  for (int i = 0; i < 4; ++i) sum[i] = V::SetInt(0);
+  for (int64_t offset = 0; offset + 4 * kRunBytes <= bytes; offset += 4 * kRunBytes) {
+    JAX_W4A8_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const void* from = data + offset + i * kRunBytes;
+      sum[i] = V::AddInt(sum[i], V::LoadInt(static_cast<const int32_t*>(from)));
+    }
+  }
+  for (int i = 0; i < 4; ++i) *sink += V::Sum(sum[i]);
+}
+
+template <class V>
 static Kernels MakeKernels(const char* name) {
-  return {name,       &ToFloat<V>, &QuantizeRow<V>, &Matmul<V>, &Combine<V>, &PeakProbe<V>};
+  return {name,        &ToFloat<V>,   &QuantizeRow<V>, &Matmul<V>,
+          &Combine<V>, &PeakProbe<V>, &ReadProbe<V>};
 }

@@ -9,22 +9,23 @@
 
 namespace jax_w4a8 {
 
-// Inputs that a panel holds: two blocks' weights, a byte each, that stay in the first-level cache while all
-// rows meet them.
+// Inputs that a panel holds: two blocks' weights, a byte each, that stay in the first-level cache
+// while all rows meet them.
 constexpr int64_t kPanelInputs = 512;
 constexpr int64_t kPanelBytes = 2 * kPanelInputs * kBlockChannels;
 
 // Rows of one Matmul call at most: their codes should stay in the second-level cache.
 constexpr int64_t kMostRows = 256;
 
-// What a row of a tile keeps between panels: sums of the group that goes on, totals of the groups before.
+// What a row of a tile keeps between panels: sums of the group that goes on, totals of the groups
+// before.
 struct TileState {
   int32_t sum[2][kBlockChannels];
   float total[2][kBlockChannels];
 };
 
-// Rows x blocks of one product. Rows are gathered from `rows` by `row_index`; each result row goes to
-// `out_index` of `out`. A null index means the identity.
+// Rows x blocks of one product. Rows are gathered from `rows` by `row_index`; each result row goes
+// to `out_index` of `out`. A null index means the identity.
 struct MatmulArgs {
   PackedMatrix weights;
   QuantizedRows rows;
@@ -37,8 +38,8 @@ struct MatmulArgs {
   DType out_dtype;
   int64_t out_stride;   // elements between rows of `out`
   int64_t out_columns;  // columns that exist: the last block may be partly filling
-  // Null for a plain product. Else blocks come in pairs (gate, up), and column block b / 2 of `out` gets
-  // activation(gate, up).
+  // Null for a plain product. Else blocks come in pairs (gate, up), and column block b / 2 of `out`
+  // gets activation(gate, up).
   const Activation* activation;
   uint8_t* panel;    // kPanelBytes of scratch, 64-byte aligned
   TileState* state;  // kMostRows of scratch; row_count must not be above that
@@ -50,20 +51,25 @@ struct Kernels {
   // Widens n elements to float.
   void (*to_float)(DType dtype, const void* x, int64_t n, float* out);
 
-  // Quantises row `row` of `out` from n floats (n <= out.inputs()), each first multiplied by `factor`.
+  // Quantises row `row` of `out` from n floats (n <= out.inputs()), each first multiplied by
+  // `factor`.
   void (*quantize_row)(const float* x, int64_t n, float factor, bool symmetric, int64_t row,
                        const QuantizedRows& out);
 
   void (*matmul)(const MatmulArgs& args);
 
-  // out[column] = sum over slots, ascending, of weights[slot] * slots[slot][column], rounded to `dtype`.
-  // `slots` is [count, columns]. Null weights are ones. Where ids are given, slots of negative ids are
-  // passed over.
+  // out[column] = sum over slots, ascending, of weights[slot] * slots[slot][column], rounded to
+  // `dtype`. `slots` is [count, columns]. Null weights are ones. Where ids are given, slots of
+  // negative ids are passed over.
   void (*combine)(const float* slots, const int32_t* ids, const float* weights, int64_t count,
                   int64_t columns, DType dtype, void* out);
 
-  // int8 multiply-accumulates in registers alone, for measuring the machine's peak; returns how many.
+  // int8 multiply-accumulates in registers alone, for measuring the machine's peak; returns how
+  // many.
   int64_t (*peak_probe)(int64_t iterations, int32_t* sink);
+
+  // Reads `bytes` (whole blocks of 256) once, as a product reads weights; for measuring bandwidth.
+  void (*read_probe)(const uint8_t* data, int64_t bytes, int32_t* sink);
 };
 
 // Tables compiled in and usable here, best first; the last one is always there.

@@ -1,5 +1,5 @@
-// Scalar conversions shared by every instruction set. `static inline`: each kernel file is compiled with
-// its own flags, and the linker must not take one file's copy for another's.
+// Scalar conversions shared by every instruction set. `static inline`: each kernel file is compiled
+// with its own flags, and the linker must not take one file's copy for another's.
 #ifndef JAX_W4A8_XLA_FFI_KERNELS_SCALAR_H_
 #define JAX_W4A8_XLA_FFI_KERNELS_SCALAR_H_
 
@@ -20,7 +20,9 @@ static inline float FloatOf(uint32_t bits) {
   return x;
 }
 
-static inline float FloatOfBF16(uint16_t half) { return FloatOf(static_cast<uint32_t>(half) << 16); }
+static inline float FloatOfBF16(uint16_t half) {
+  return FloatOf(static_cast<uint32_t>(half) << 16);
+}
 
 // Halves to even; NaN stays NaN.
 static inline uint16_t BF16Of(float x) {

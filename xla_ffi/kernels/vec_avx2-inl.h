@@ -4,11 +4,19 @@ struct Avx2 {
   static constexpr int kTileRows = 3;
   static constexpr int kPeakChains = 4;
 
-  struct F { __m256 half[2]; };
-  struct I { __m256i half[2]; };
+  struct F {
+    __m256 half[2];
+  };
+  struct I {
+    __m256i half[2];
+  };
   // 16-bit pair sums: at most 8 a chunk of 2 * 15 * 128 = 3840 each, so that they can't overflow.
-  struct Partial { __m256i half[2]; };
-  struct W { __m256i half[2]; };
+  struct Partial {
+    __m256i half[2];
+  };
+  struct W {
+    __m256i half[2];
+  };
   using B = __m256i;
 
   static inline F Set(float x) { return {{_mm256_set1_ps(x), _mm256_set1_ps(x)}}; }
@@ -71,7 +79,8 @@ struct Avx2 {
   static inline F MulPow2(F a, F n) {
     F out;
     for (int i = 0; i < 2; ++i) {
-      const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n.half[i]), _mm256_set1_epi32(127));
+      const __m256i biased =
+          _mm256_add_epi32(_mm256_cvtps_epi32(n.half[i]), _mm256_set1_epi32(127));
       out.half[i] = _mm256_mul_ps(a.half[i], _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23)));
     }
     return out;

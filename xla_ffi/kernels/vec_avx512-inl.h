@@ -1,4 +1,5 @@
-// Logical vectors as one 512-bit register: AVX-512 F, BW, VL and VNNI. Members as in vec_portable-inl.h.
+// Logical vectors as one 512-bit register: AVX-512 F, BW, VL and VNNI. Members as in
+// vec_portable-inl.h.
 
 struct Avx512 {
   static constexpr int kTileRows = 6;

@@ -1,17 +1,26 @@
-// Logical vectors of 16 lanes in plain C++, and the meaning of every member that algorithm-inl.h uses.
+// Logical vectors of 16 lanes in plain C++, and the meaning of every member that algorithm-inl.h
+// uses.
 
 struct Portable {
   static constexpr int kTileRows = 2;    // rows of the largest tile
   static constexpr int kPeakChains = 2;  // independent sums that hide a dot product's latency
 
-  struct F { float lane[kBlockChannels]; };
-  struct I { int32_t lane[kBlockChannels]; };
+  struct F {
+    float lane[kBlockChannels];
+  };
+  struct I {
+    int32_t lane[kBlockChannels];
+  };
   // Sums inside a chunk of 32 inputs; other instruction sets may keep them narrower than I.
   using Partial = I;
   // Weights of 16 channels x 4 inputs, a byte each, stored code + 8.
-  struct W { uint8_t lane[kRunBytes]; };
+  struct W {
+    uint8_t lane[kRunBytes];
+  };
   // 4 activation codes of one row.
-  struct B { int8_t lane[4]; };
+  struct B {
+    int8_t lane[4];
+  };
 
   template <class Op>
   static inline F Map(Op op) {
@@ -20,10 +29,18 @@ struct Portable {
     return out;
   }
 
-  static inline F Set(float x) { return Map([&](int) { return x; }); }
-  static inline F Load(const float* p) { return Map([&](int i) { return p[i]; }); }
-  static inline F LoadBF16(const uint16_t* p) { return Map([&](int i) { return FloatOfBF16(p[i]); }); }
-  static inline F LoadF16(const uint16_t* p) { return Map([&](int i) { return FloatOfF16(p[i]); }); }
+  static inline F Set(float x) {
+    return Map([&](int) { return x; });
+  }
+  static inline F Load(const float* p) {
+    return Map([&](int i) { return p[i]; });
+  }
+  static inline F LoadBF16(const uint16_t* p) {
+    return Map([&](int i) { return FloatOfBF16(p[i]); });
+  }
+  static inline F LoadF16(const uint16_t* p) {
+    return Map([&](int i) { return FloatOfF16(p[i]); });
+  }
   static inline void Store(float* p, F a) {
     for (int i = 0; i < kBlockChannels; ++i) p[i] = a.lane[i];
   }
@@ -34,10 +51,18 @@ struct Portable {
     for (int i = 0; i < kBlockChannels; ++i) p[i] = F16Of(a.lane[i]);
   }
 
-  static inline F Add(F a, F b) { return Map([&](int i) { return a.lane[i] + b.lane[i]; }); }
-  static inline F Sub(F a, F b) { return Map([&](int i) { return a.lane[i] - b.lane[i]; }); }
-  static inline F Mul(F a, F b) { return Map([&](int i) { return a.lane[i] * b.lane[i]; }); }
-  static inline F Div(F a, F b) { return Map([&](int i) { return a.lane[i] / b.lane[i]; }); }
+  static inline F Add(F a, F b) {
+    return Map([&](int i) { return a.lane[i] + b.lane[i]; });
+  }
+  static inline F Sub(F a, F b) {
+    return Map([&](int i) { return a.lane[i] - b.lane[i]; });
+  }
+  static inline F Mul(F a, F b) {
+    return Map([&](int i) { return a.lane[i] * b.lane[i]; });
+  }
+  static inline F Div(F a, F b) {
+    return Map([&](int i) { return a.lane[i] / b.lane[i]; });
+  }
   // a * b + c, rounded once.
   static inline F Fma(F a, F b, F c) {
     return Map([&](int i) { return fmaf(a.lane[i], b.lane[i], c.lane[i]); });
@@ -54,7 +79,9 @@ struct Portable {
     return Map([&](int i) { return x.lane[i] < 0 ? a.lane[i] : b.lane[i]; });
   }
   // To the nearest whole number, halves to even.
-  static inline F Rint(F a) { return Map([&](int i) { return rintf(a.lane[i]); }); }
+  static inline F Rint(F a) {
+    return Map([&](int i) { return rintf(a.lane[i]); });
+  }
   // a * 2^n, n whole and of [-126, 127]; NaN for a NaN, whatever n.
   static inline F MulPow2(F a, F n) {
     return Map([&](int i) {
@@ -96,7 +123,9 @@ struct Portable {
     for (int i = 0; i < kBlockChannels; ++i) out.lane[i] = static_cast<int32_t>(a.lane[i]);
     return out;
   }
-  static inline F ToFloat(I a) { return Map([&](int i) { return static_cast<float>(a.lane[i]); }); }
+  static inline F ToFloat(I a) {
+    return Map([&](int i) { return static_cast<float>(a.lane[i]); });
+  }
   static inline void StoreCodes(int8_t* p, I a) {
     for (int i = 0; i < kBlockChannels; ++i) p[i] = static_cast<int8_t>(a.lane[i]);
   }

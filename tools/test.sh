@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Sets everything up in .venv and runs all checks: formatting, lint, types, tests.
+# PYTHON names the interpreter (3.11 or newer); arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=${VENV:-.venv}
+[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+"$venv/bin/python" -m pip install --quiet --editable '.[test]'
+"$venv/bin/ruff" check .
+"$venv/bin/ruff" format --check .
+git ls-files 'xla_ffi/*.cc' 'xla_ffi/*.h' | xargs "$venv/bin/clang-format" --dry-run --Werror
+"$venv/bin/mypy"
+"$venv/bin/python" -m pytest "$@"
