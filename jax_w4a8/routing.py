@@ -90,8 +90,7 @@ class Routing:
             )
         if chosen is not None and chosen > groups:
             raise ValueError(
-                f"topk_group must be at most num_expert_group = {self.num_expert_group}, "
-                f"got {chosen}"
+                f"topk_group must be at most num_expert_group = {self.num_expert_group}, got {chosen}"
             )
         if self.group_score is not None and self.group_score not in GROUP_SCORES:
             raise ValueError(
@@ -100,9 +99,7 @@ class Routing:
         _require_finite("routed_scaling_factor", self.routed_scaling_factor)
         _require_finite("renormalize_epsilon", self.renormalize_epsilon)
         if self.renormalize_epsilon < 0:
-            raise ValueError(
-                f"renormalize_epsilon must not be negative, got {self.renormalize_epsilon}"
-            )
+            raise ValueError(f"renormalize_epsilon must not be negative, got {self.renormalize_epsilon}")
 
     @property
     def num_groups(self) -> int:
@@ -117,9 +114,7 @@ class Routing:
                 f"num_expert_group must divide the number of experts, {num_experts}, got {groups}"
             )
         if self.top_k > num_experts:
-            raise ValueError(
-                f"top_k must be at most the number of experts, {num_experts}, got {self.top_k}"
-            )
+            raise ValueError(f"top_k must be at most the number of experts, {num_experts}, got {self.top_k}")
         within = num_experts // groups * (self.topk_group or 1)
         if groups > 1 and self.top_k > within:
             raise ValueError(
@@ -199,9 +194,7 @@ def _outside_groups(ranks: jax.Array, scores: jax.Array, routing: Routing, score
     return jnp.repeat(outside, size, axis=-1)
 
 
-def _choose(
-    logits: jax.Array, scores: jax.Array, bias: jax.Array | None, routing: Routing
-) -> jax.Array:
+def _choose(logits: jax.Array, scores: jax.Array, bias: jax.Array | None, routing: Routing) -> jax.Array:
     """Ids int32 ``[..., k]``, best first."""
     if bias is not None:
         scores = scores + bias
@@ -259,15 +252,13 @@ def route(
         bias = _as_float32("correction_bias", correction_bias)
         if bias.shape != (num_experts,):
             raise ValueError(f"correction_bias must have shape {(num_experts,)}, got {bias.shape}")
-
-    return _route(logits, routing, bias)
+    weights, ids = _route(logits, routing, bias)
+    return weights, ids
 
 
 # Compiled as one, so that a call outside jit is one dispatch, and a model's layers share one trace.
 @jax.jit
-def _route(
-    logits: jax.Array, routing: Routing, bias: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+def _route(logits: jax.Array, routing: Routing, bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     scores = _score(logits, routing.scoring)
     ids = _choose(*lax.stop_gradient((logits, scores, bias)), routing)
     if routing.scoring == "softmax" and routing.renormalize and not routing.renormalize_epsilon:

@@ -12,13 +12,15 @@ import numpy as np
 #: XLA's CPU client adopts host buffers that start at a multiple of this and copies others.
 ALIGNMENT = 64
 
+
 def aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
     """An uninitialised array that starts at a multiple of 64 bytes."""
     dtype = np.dtype(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + nbytes].view(dtype).reshape(shape)
+    array: np.ndarray[Any, Any] = raw[start : start + nbytes].view(dtype).reshape(shape)
+    return array
 
 
 def to_device(tree: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,14 +16,12 @@ from jax_w4a8.checkpoint.stored import StoredArray, StoredLinear
 from jax_w4a8.quantization import QuantizedTensor
 from jax_w4a8.weights import ExpertWeights, pack_experts
 
-T = TypeVar("T")
-
 
 class ExpertStack:
     """Packed weights of E experts, filled in one expert at a time.
 
-    Only one expert is ever held unpacked. The buffers are allocated with the first one; they start at multiples of
-    64 bytes, so that JAX takes them over without a copy.
+    Only one expert is ever held unpacked. The buffers are allocated with the first one; they start at
+    multiples of 64 bytes, so that JAX takes them over without a copy.
     """
 
     def __init__(self, num_experts: int) -> None:
@@ -51,17 +49,16 @@ class ExpertStack:
           w13_bias, w2_bias: floating point ``[2I]`` and ``[H]``, or None.
 
         Raises:
-          ValueError: the id was put before or is out of range, or the expert differs from the others in shape,
-            group size or scale dtype.
+          ValueError: the id was put before or is out of range, or the expert differs from the others in
+            shape, group size or scale dtype.
         """
         if expert not in self._missing:
             raise ValueError(f"expert {expert} is out of range or was put before")
-        packed = pack_experts(
-            _with_axis(w13), _with_axis(w2), _with_axis(w13_bias), _with_axis(w2_bias)
-        )
+        packed = pack_experts(_with_axis(w13), _with_axis(w2), _with_axis(w13_bias), _with_axis(w2_bias))
         if self._stack is None:
             self._stack = jax.tree.map(self._allocate, packed)
-        if jax.tree.structure(packed) != jax.tree.structure(self._stack):
+        expected: object = jax.tree.structure(self._stack)
+        if expected != jax.tree.structure(packed):
             raise ValueError(f"expert {expert} differs in sizes or group size from the others")
         jax.tree.map(lambda stack, part: _copy_into(stack, part, expert), self._stack, packed)
         self._missing.remove(expert)
@@ -80,7 +77,7 @@ class ExpertStack:
         return aligned_empty((self._num_experts, *part.shape[1:]), part.dtype)
 
 
-def _with_axis(value: T) -> T:
+def _with_axis(value: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf[None], value)
 
 
@@ -168,9 +165,7 @@ def _concatenate(gate: QuantizedTensor, up: QuantizedTensor) -> QuantizedTensor:
     return QuantizedTensor(codes, np.concatenate([gate.scale, up.scale]), gate.group_size)
 
 
-def _concatenate_biases(
-    gate: StoredArray | None, up: StoredArray | None
-) -> np.ndarray[Any, Any] | None:
+def _concatenate_biases(gate: StoredArray | None, up: StoredArray | None) -> np.ndarray[Any, Any] | None:
     if gate is None or up is None:
         return None
     return np.concatenate([gate.read(), up.read()])

@@ -1,8 +1,8 @@
 """A compressed-tensors checkpoint directory, module by module, with strict accounts of its tensors.
 
-A model asks for every module that it has; each request checks names, shapes and dtypes by the files' headers and
-claims the tensors. ``finish`` then raises if a tensor is left that no module claimed and no rule ignores. Nothing
-large is read before that.
+A model asks for every module that it has; each request checks names, shapes and dtypes by the files' headers
+and claims the tensors. ``finish`` then raises if a tensor is left that no module claimed and no rule ignores.
+Nothing large is read before that.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 CONFIG_FILE = "config.json"
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 
-#: Tensors that a model has no use for: scales of a quantised KV cache (which stays in floating point here), and
-#: rotary frequencies that old writers stored beside the configuration that they follow from.
+#: Tensors that a model has no use for: scales of a quantised KV cache (which stays in floating point here),
+#: and rotary frequencies that old writers stored beside the configuration that they follow from.
 IGNORED_TENSORS = (
     re.compile(r".*\.[qkv]_(scale|zero_point)$"),
     re.compile(r".*\.[kv]_proj\.output_(scale|zero_point)$"),
@@ -116,9 +116,7 @@ class Checkpoint:
             weight = self._float_weight(name, (out_features, in_features), nonzero)
         else:
             self._claim_quantized(name, out_features, in_features, scheme)
-        return StoredLinear(
-            self.files, name, out_features, in_features, scheme, weight, stored_bias
-        )
+        return StoredLinear(self.files, name, out_features, in_features, scheme, weight, stored_bias)
 
     def tied_linear(self, name: str, embedding: StoredArray) -> None:
         """Accounts for an output head that shares the embedding's weights but is stored nevertheless.
@@ -149,9 +147,7 @@ class Checkpoint:
         left = [n for n in self.files.headers if n not in self._claimed]
         ignored = [n for n in left if any(rule.match(n) for rule in IGNORED_TENSORS)]
         if ignored:
-            logger.warning(
-                "ignored %d tensors of the checkpoint: %s", len(ignored), first_names(ignored)
-            )
+            logger.warning("ignored %d tensors of the checkpoint: %s", len(ignored), first_names(ignored))
         unknown = sorted(set(left).difference(ignored))
         if unknown:
             raise CheckpointError(
@@ -206,9 +202,7 @@ class Checkpoint:
         return f"{text}; of that module the files hold {first_names(found)}" if found else text
 
 
-def _check_header(
-    name: str, header: TensorHeader, shape: tuple[int, ...], dtypes: tuple[str, ...]
-) -> None:
+def _check_header(name: str, header: TensorHeader, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
     if header.dtype not in dtypes:
         raise CheckpointError(
             f"{header.file}: tensor {name!r} must be {' or '.join(dtypes)}, got {header.dtype} "

@@ -2,8 +2,8 @@
 
 Field names, defaults and matching rules are those of compressed-tensors (``QuantizationConfig``,
 ``QuantizationArgs``). Exactly one family of schemes is understood: INT4 weights, symmetric, static, with one
-scale per group or per output channel, and INT8 activations quantised per token when the model runs. All else is
-refused by the name of the field and the value found there.
+scale per group or per output channel, and INT8 activations quantised per token when the model runs. All else
+is refused by the name of the field and the value found there.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Scheme:
       storage: ``int-quantized`` or ``pack-quantized``.
       group_size: inputs per scale, -1 for channel-wise.
       inputs: input width that a channel-wise group size of K pins every module to, else None.
-      symmetric_activations: what the checkpoint was calibrated for. Either runs with either activation scheme.
+      symmetric_activations: what the checkpoint declares. Either kind runs with either activation scheme.
     """
 
     storage: Storage
@@ -125,9 +125,7 @@ class QuantizationConfig:
         return named or _matches_name(class_name, self.ignore)
 
 
-def parse_quantization_config(
-    raw: Any, where: str = "quantization_config"
-) -> QuantizationConfig:
+def parse_quantization_config(raw: Any, where: str = "quantization_config") -> QuantizationConfig:
     """Reads the ``quantization_config`` object of a ``config.json``.
 
     Args:
@@ -159,9 +157,7 @@ def _check_extras(config: Mapping[str, Any], where: str) -> None:
         logger.warning("%s.kv_cache_scheme is ignored: the KV cache stays in floating point", where)
     sparsity = config.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") == "dense"):
-        raise CheckpointError(
-            f"{where}.sparsity_config must be empty or of format 'dense', got {sparsity!r}"
-        )
+        raise CheckpointError(f"{where}.sparsity_config must be empty or of format 'dense', got {sparsity!r}")
     transform = config.get("transform_config")
     if transform and not (isinstance(transform, Mapping) and transform == {"config_groups": {}}):
         raise CheckpointError(f"{where}.transform_config must be empty, got {transform!r}")
@@ -263,8 +259,7 @@ def _refuse_unknown(fields: Mapping[str, Any], known: set[str], where: str) -> N
     for field in sorted(set(fields) - known):
         if fields[field] is not None:
             raise CheckpointError(
-                f"{where}.{field} is unknown and may change what the weights mean, "
-                f"got {fields[field]!r}"
+                f"{where}.{field} is unknown and may change what the weights mean, got {fields[field]!r}"
             )
 
 

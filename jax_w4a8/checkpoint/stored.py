@@ -154,8 +154,8 @@ class StoredLinear:
 def unpack_words(words: np.ndarray[Any, Any], in_features: int) -> np.ndarray[Any, Any]:
     """int8 codes ``[N, K]`` of int32 words ``[N, ceil(K / 8)]``.
 
-    Each word holds eight codes, each plus 8 in four bits, the lowest index in the lowest bits (compressed-tensors
-    ``pack_to_int32``).
+    Each word holds eight codes, each plus 8 in four bits, the lowest index in the lowest bits
+    (compressed-tensors ``pack_to_int32``).
     """
     rows = words.shape[0]
     pairs = words.astype("<i4", copy=False).view(np.uint8)

@@ -13,9 +13,7 @@ from jax_w4a8.models.layers import Linear, RMSNorm
 _HIGHEST = lax.Precision.HIGHEST
 
 
-def rotary_table(
-    positions: jax.Array, head_dim: int, theta: float
-) -> tuple[jax.Array, jax.Array]:
+def rotary_table(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines of the default rotary embedding, float32 ``[T, head_dim]``, for int32 ``[T]``."""
     exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
     angles = positions.astype(jnp.float32)[:, None] * (1.0 / theta**exponents)
@@ -30,9 +28,7 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     return x * cosines + jnp.concatenate([-second, first], axis=-1) * sines
 
 
-def attend(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, start: jax.Array | int
-) -> jax.Array:
+def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, start: jax.Array | int) -> jax.Array:
     """Causal attention of T tokens, of which the first has position ``start``, over S positions.
 
     Args:
@@ -55,7 +51,7 @@ def attend(
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions and, if the family has them, norms of queries and keys."""
+    """Grouped-query attention with rotary positions, and norms of queries and keys if a family has them."""
 
     def __init__(
         self,
@@ -99,9 +95,7 @@ class Attention(nnx.Module):
         mixed = attend(queries, *cache, start)
         return self.output(mixed.reshape(*x.shape[:2], -1)), cache
 
-    def _project(
-        self, x: jax.Array, start: jax.Array | int
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _project(self, x: jax.Array, start: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
         config = self.config
         lead = x.shape[:2]
         queries = self.query(x).reshape(*lead, config.num_heads, config.head_dim)

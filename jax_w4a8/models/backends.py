@@ -41,9 +41,7 @@ class LayerQuestion:
         return select_w4a8_int8_moe_backend(self.config, self.weight_key, self.activation_key)[0]
 
 
-def ask_about(
-    config: DecoderConfig, plan: MoEPlan, activation_scheme: str, backend: str
-) -> LayerQuestion:
+def ask_about(config: DecoderConfig, plan: MoEPlan, activation_scheme: str, backend: str) -> LayerQuestion:
     """The question about one layer of a stored model."""
     first = plan.experts.gates[0]
     layer = MoEConfig(
@@ -74,9 +72,7 @@ def _tokens_key(scheme: Scheme) -> QuantKey:
     )
 
 
-def check_backend(
-    config: DecoderConfig, plan: DecoderPlan, activation_scheme: str, backend: str
-) -> None:
+def check_backend(config: DecoderConfig, plan: DecoderPlan, activation_scheme: str, backend: str) -> None:
     """Raises ValueError or NotImplementedError, with the reason, if a layer can't run here as asked."""
     resolve_backend(backend)
     for layer in plan.layers:

@@ -80,7 +80,8 @@ class Decoder(nnx.Module):
         Raises:
           TypeError, ValueError: ids aren't integers of that shape, or lie outside the vocabulary.
         """
-        return _logits(self, self.check_token_ids(token_ids))
+        logits: jax.Array = _logits(self, self.check_token_ids(token_ids))
+        return logits
 
     def generate(
         self, token_ids: ArrayLike, max_new_tokens: int = 32, *, stop_at_eos: bool = False
@@ -90,8 +91,8 @@ class Decoder(nnx.Module):
         Args:
           token_ids: prompts of one length, integers ``[B, T]``.
           max_new_tokens: how many to add, at least 0.
-          stop_at_eos: end early, once every row has come to an end-of-text id. A row that ended before the others
-            repeats that id.
+          stop_at_eos: end early, once every row has come to an end-of-text id. A row that ended before the
+            others repeats that id.
 
         Returns:
           int32 ``[B, N]``: the new ids alone; N is ``max_new_tokens`` unless all rows ended early.
@@ -104,7 +105,7 @@ class Decoder(nnx.Module):
     def stream(
         self, token_ids: ArrayLike, max_new_tokens: int = 32, *, stop_at_eos: bool = True
     ) -> GreedyStream:
-        """As :meth:`generate`, but an iterator that gives each step's ids (int32 ``[B]``) as they are made."""
+        """As :meth:`generate`, but an iterator over each step's ids (int32 ``[B]``) as they are made."""
         return GreedyStream(self, token_ids, max_new_tokens, stop_at_eos=stop_at_eos)
 
     @property
@@ -130,8 +131,7 @@ class Decoder(nnx.Module):
         config = self.config
         shape = (batch, positions, config.num_kv_heads, config.head_dim)
         layers = tuple(
-            (jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32))
-            for _ in range(config.num_layers)
+            (jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)) for _ in range(config.num_layers)
         )
         return KVCache(layers, jnp.int32(0))
 
@@ -146,9 +146,7 @@ class Decoder(nnx.Module):
             lowest, highest = int(array.min()), int(array.max())
             if lowest < 0 or highest >= self.config.vocab_size:
                 worst = lowest if lowest < 0 else highest
-                raise ValueError(
-                    f"token_ids must lie in [0, {self.config.vocab_size}), found {worst}"
-                )
+                raise ValueError(f"token_ids must lie in [0, {self.config.vocab_size}), found {worst}")
         return jnp.asarray(array, jnp.int32)
 
 

@@ -1,4 +1,4 @@
-"""The model families that can be loaded, by ``model_type``. A new one is a file beside this and a line here."""
+"""The families that can be loaded, by ``model_type``. A new one is a file beside this and a line here."""
 
 from __future__ import annotations
 
@@ -37,7 +37,5 @@ def find_family(model_type: Any, where: str) -> Family:
       CheckpointError: it isn't known; the message lists those that are.
     """
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise CheckpointError(
-            f"{where}: model_type must be one of {sorted(FAMILIES)}, got {model_type!r}"
-        )
+        raise CheckpointError(f"{where}: model_type must be one of {sorted(FAMILIES)}, got {model_type!r}")
     return FAMILIES[model_type]

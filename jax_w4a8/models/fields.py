@@ -99,9 +99,7 @@ class Fields:
         if theta is None:
             return default
         if not isinstance(theta, int | float) or isinstance(theta, bool) or not theta > 0:
-            raise CheckpointError(
-                f"{self._where}: rope_theta must be a positive number, got {theta!r}"
-            )
+            raise CheckpointError(f"{self._where}: rope_theta must be a positive number, got {theta!r}")
         return float(theta)
 
     def _value(self, name: str, default: Any, expected: str) -> Any:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 CACHE_MULTIPLE = 64
 
 TokenIds = np.ndarray[Any, np.dtype[np.int32]]
+#: The likeliest next token of each row, int32 ``[B]``, and the cache that led to it.
+Made = tuple[jax.Array, KVCache]
 
 
 @dataclasses.dataclass
@@ -76,9 +78,7 @@ def _take_apart(model: Decoder) -> tuple[_Skeleton, list[jax.Array]]:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _prefill(
-    skeleton: _Skeleton, leaves: list[jax.Array], token_ids: jax.Array, capacity: int
-) -> tuple[jax.Array, KVCache]:
+def _prefill(skeleton: _Skeleton, leaves: list[jax.Array], token_ids: jax.Array, capacity: int) -> Made:
     model = skeleton.model(leaves)
     cache = model.empty_cache(token_ids.shape[0], capacity)
     hidden, cache = model.hidden_states(token_ids, cache)
@@ -86,9 +86,7 @@ def _prefill(
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _step(
-    skeleton: _Skeleton, leaves: list[jax.Array], token: jax.Array, cache: KVCache
-) -> tuple[jax.Array, KVCache]:
+def _step(skeleton: _Skeleton, leaves: list[jax.Array], token: jax.Array, cache: KVCache) -> Made:
     model = skeleton.model(leaves)
     hidden, cache = model.hidden_states(token[:, None], cache)
     return _likeliest(model, hidden[:, 0]), cache
@@ -111,8 +109,8 @@ class _Run:
         limit = model.config.max_positions
         if length + max_new_tokens > limit:
             raise ValueError(
-                f"max_new_tokens must be at most {max(limit - length, 0)}: the model has {limit} positions and "
-                f"the prompt takes {length}, got {max_new_tokens}"
+                f"max_new_tokens must be at most {max(limit - length, 0)}: the model has {limit} positions "
+                f"and the prompt takes {length}, got {max_new_tokens}"
             )
         self.capacity = -(-(length + max_new_tokens) // CACHE_MULTIPLE) * CACHE_MULTIPLE
         self.skeleton, self.leaves = _take_apart(model)
@@ -125,13 +123,15 @@ class _Run:
             token, cache = prefill.out_info
             _step.lower(self.skeleton, self.leaves, token, cache).compile()
 
-    def prefill(self) -> tuple[jax.Array, KVCache]:
+    def prefill(self) -> Made:
         """The first new token and the cache."""
-        return _prefill(self.skeleton, self.leaves, self.token_ids, self.capacity)
+        made: Made = _prefill(self.skeleton, self.leaves, self.token_ids, self.capacity)
+        return made
 
-    def step(self, token: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    def step(self, token: jax.Array, cache: KVCache) -> Made:
         """The token after ``token``; the cache given is used up."""
-        return _step(self.skeleton, self.leaves, token, cache)
+        made: Made = _step(self.skeleton, self.leaves, token, cache)
+        return made
 
 
 class _Ends:
@@ -203,9 +203,7 @@ class GreedyStream:
             yield self._ends.mask(ids)
 
 
-def generate(
-    model: Decoder, token_ids: ArrayLike, max_new_tokens: int, *, stop_at_eos: bool
-) -> TokenIds:
+def generate(model: Decoder, token_ids: ArrayLike, max_new_tokens: int, *, stop_at_eos: bool) -> TokenIds:
     """As :meth:`jax_w4a8.models.decoder.Decoder.generate`, whose arguments and errors these are."""
     if stop_at_eos:
         stream = GreedyStream(model, token_ids, max_new_tokens, stop_at_eos=True)

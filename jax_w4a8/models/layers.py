@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,11 @@ from jax_w4a8.weights import ExpertWeights, LinearWeights
 
 _HIGHEST = lax.Precision.HIGHEST
 
+Packed = TypeVar("Packed", LinearWeights, ExpertWeights)
 
-class PackedWeight(nnx.Variable[LinearWeights | ExpertWeights]):
-    """Packed INT4 weights, a whole pytree; not an ``nnx.Param``, so optimisers and ``nnx.grad`` pass it by."""
+
+class PackedWeight(nnx.Variable[Packed]):
+    """Packed INT4 weights, a whole pytree; no ``nnx.Param``, so optimisers and ``nnx.grad`` pass it by."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +38,10 @@ class QuantizedOptions:
 def matmul_float(x: jax.Array, weight: jax.Array) -> jax.Array:
     """``x @ weight.T`` with the accuracy of float32, from weights in any floating point dtype.
 
-    bfloat16 weights are not widened, which would cost a float32 copy of them per call. Instead x is split into
-    three bfloat16 parts that add up to it exactly, multiplied at once, and the products summed in float32.
-    Measured on two cores, [1, 2048] x [40000, 2048]: 14 ms against 116 ms with widened weights, and half the error.
+    bfloat16 weights are not widened, which would cost a float32 copy of them per call. Instead x is split
+    into three bfloat16 parts that add up to it exactly, multiplied at once, the products summed in float32.
+    Measured on two cores, [1, 2048] x [40000, 2048]: 14 ms against 116 ms with widened weights, and half the
+    error.
 
     Args:
       x: float32 ``[..., K]``.
@@ -51,9 +55,7 @@ def matmul_float(x: jax.Array, weight: jax.Array) -> jax.Array:
             x, weight.astype(jnp.float32), (((x.ndim - 1,), (1,)), ((), ())), precision=_HIGHEST
         )
     parts = jnp.stack(_split_bfloat16(x))
-    y = lax.dot_general(
-        parts, weight, (((x.ndim,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    y = lax.dot_general(parts, weight, (((x.ndim,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return y[0] + (y[1] + y[2])
 
 
@@ -81,8 +83,9 @@ class Linear(nnx.Module):
         bias: jax.Array | None,
         options: QuantizedOptions,
     ) -> None:
-        packed = isinstance(weight, LinearWeights)
-        self.weight = PackedWeight(weight) if packed else nnx.Param(weight)
+        self.weight: PackedWeight[LinearWeights] | nnx.Param[jax.Array] = (
+            PackedWeight(weight) if isinstance(weight, LinearWeights) else nnx.Param(weight)
+        )
         self.bias = None if bias is None else nnx.Param(bias)
         self.options = options
 

@@ -49,7 +49,7 @@ def read_plan(path: str | Path) -> tuple[DecoderConfig, DecoderPlan]:
       path: a directory with ``config.json`` and ``.safetensors`` files.
 
     Raises:
-      CheckpointError: it is damaged, of another scheme than W4A8, or of a family that isn't known. The message names
+      CheckpointError: it is damaged, of another scheme than W4A8, or of an unknown family. The message names
         the file, tensor or field.
     """
     checkpoint = Checkpoint(path)
@@ -74,8 +74,8 @@ def load_model(
       path: a directory with ``config.json`` and ``.safetensors`` files, as Hugging Face tools write it.
       activation_scheme: ``asymmetric`` (less error) or ``symmetric`` (what the checkpoint's writer emulates).
       backend: ``auto``, ``cpu_int4`` (native) or ``xla`` (pure JAX).
-      progress: True for a progress bar on standard error (if ``rich`` is installed), False for none, None for one on
-        terminals; or a function of bytes read and bytes in all.
+      progress: True for a progress bar on standard error (if ``rich`` is installed), False for none, None for
+        one on terminals; or a function of bytes read and bytes in all.
 
     Returns:
       A model; ``model(token_ids)`` gives logits, ``model.generate(token_ids)`` a continuation.
@@ -103,9 +103,7 @@ def _eos_token_ids(checkpoint: Checkpoint, config: DecoderConfig) -> tuple[int, 
 class _Builder:
     """Reads stored modules and makes them modules of a model."""
 
-    def __init__(
-        self, config: DecoderConfig, options: QuantizedOptions, advance: Progress
-    ) -> None:
+    def __init__(self, config: DecoderConfig, options: QuantizedOptions, advance: Progress) -> None:
         self._config = config
         self._options = options
         self._advance = advance
@@ -170,4 +168,5 @@ class _Builder:
     def _read(self, stored: StoredArray) -> jax.Array:
         values = stored.read()
         self._advance(stored.nbytes)
-        return to_device(values)
+        array: jax.Array = to_device(values)
+        return array

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jax_w4a8.experts.base import Activation
@@ -19,16 +18,11 @@ def gated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
     Raises:
       ValueError: a kind that no dense MLP uses.
     """
-    functions = {
-        "silu": jax.nn.silu,
-        "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-        "gelu_tanh": jax.nn.gelu,
-    }
-    if activation.kind not in functions:
-        raise ValueError(
-            f"activation of a dense MLP must be one of {list(functions)}, got {activation.kind!r}"
-        )
-    return jnp.asarray(functions[activation.kind](gate) * up)
+    if activation.kind == "silu":
+        return jax.nn.silu(gate) * up
+    if activation.kind in ("gelu", "gelu_tanh"):
+        return jax.nn.gelu(gate, approximate=activation.kind == "gelu_tanh") * up
+    raise ValueError(f"activation of a dense MLP must be silu, gelu or gelu_tanh, got {activation.kind!r}")
 
 
 class DenseMLP(nnx.Module):

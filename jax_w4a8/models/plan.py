@@ -79,9 +79,7 @@ def _modules(value: object) -> Iterator[StoredArray | StoredLinear | StoredExper
             yield from _modules(getattr(value, field.name))
 
 
-def plan_decoder(
-    checkpoint: Checkpoint, config: DecoderConfig, names: DecoderNames
-) -> DecoderPlan:
+def plan_decoder(checkpoint: Checkpoint, config: DecoderConfig, names: DecoderNames) -> DecoderPlan:
     """Claims every tensor of a decoder.
 
     Raises:
@@ -100,9 +98,7 @@ def plan_decoder(
     return DecoderPlan(embedding, layers, final_norm, head)
 
 
-def _plan_layer(
-    checkpoint: Checkpoint, config: DecoderConfig, names: DecoderNames, layer: int
-) -> LayerPlan:
+def _plan_layer(checkpoint: Checkpoint, config: DecoderConfig, names: DecoderNames, layer: int) -> LayerPlan:
     def norm(name: str) -> StoredArray:
         return checkpoint.array(f"{name.format(layer=layer)}.weight", (config.hidden_size,))
 
@@ -121,9 +117,7 @@ def _plan_attention(
     checkpoint: Checkpoint, config: DecoderConfig, names: DecoderNames, layer: int
 ) -> AttentionPlan:
     def linear(name: str, rows: int, columns: int) -> StoredLinear:
-        return checkpoint.linear(
-            name.format(layer=layer), rows, columns, bias=config.attention_bias
-        )
+        return checkpoint.linear(name.format(layer=layer), rows, columns, bias=config.attention_bias)
 
     def norm(name: str) -> StoredArray | None:
         if not config.query_key_norm:

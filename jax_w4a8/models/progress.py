@@ -12,9 +12,7 @@ Progress = Callable[[int], None]
 
 
 @contextlib.contextmanager
-def loading_progress(
-    progress: bool | Callable[[int, int], None] | None, total: int
-) -> Iterator[Progress]:
+def loading_progress(progress: bool | Callable[[int, int], None] | None, total: int) -> Iterator[Progress]:
     """Gives a function that takes the bytes just read.
 
     Args:

@@ -44,7 +44,7 @@ def configure(fields: Fields) -> DecoderConfig:
 
 
 def _mlps(fields: Fields) -> tuple[DenseConfig | MixtureConfig, ...]:
-    """Every layer whose number + 1 is a multiple of ``decoder_sparse_step`` is MoE, unless listed as dense."""
+    """Layers whose number + 1 is a multiple of ``decoder_sparse_step`` are MoE, unless listed as dense."""
     layers, step = fields.integer("num_hidden_layers"), fields.integer("decoder_sparse_step", 1)
     dense_layers = fields.integers("mlp_only_layers")
     sparse = [i not in dense_layers and (i + 1) % step == 0 for i in range(layers)]

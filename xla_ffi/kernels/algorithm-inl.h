@@ -273,6 +273,28 @@ struct PairRange {
   int64_t begin, end;
 };
 
+// Adds the products of kChunkInputs inputs, from k on, to the sums of R rows and two blocks.
+template <class V, int R, class Source, class Sum>
+static inline void AddChunk(Source& source, const TileRows<R>& rows, int64_t k, Sum (&sum)[R][2]) {
+  JAX_W4A8_UNROLL
+  for (int run = 0; run < kChunkInputs; run += kRunInputs) {
+    WeightPair<V> low, high;
+    source.Next(&low, &high);
+    JAX_W4A8_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const typename V::B codes = V::Broadcast(rows.codes[r] + k + run);
+      sum[r][0] = V::Dot(sum[r][0], low.first, codes);
+      sum[r][1] = V::Dot(sum[r][1], low.second, codes);
+    }
+    JAX_W4A8_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const typename V::B codes = V::Broadcast(rows.codes[r] + k + run + 4);
+      sum[r][0] = V::Dot(sum[r][0], high.first, codes);
+      sum[r][1] = V::Dot(sum[r][1], high.second, codes);
+    }
+  }
+}
+
 // Adds inputs [range.begin, range.end) to the totals. What earlier ranges of the inputs left behind
 // comes from rows.state, and what later ones need goes there.
 //
@@ -302,36 +324,22 @@ static inline void TileTotals(const MatmulArgs& args, Source source, const PairR
     }
     const int64_t group_end = (group + 1) * width;
     const int64_t end = group_end < range.end ? group_end : range.end;
-    for (; k < end; k += kChunkInputs) {
-      typename V::Partial part[R][2];
-      JAX_W4A8_UNROLL
-      for (int r = 0; r < R; ++r) {
-        part[r][0] = V::Begin(sum[r][0]);
-        part[r][1] = V::Begin(sum[r][1]);
-      }
-      JAX_W4A8_UNROLL
-      for (int run = 0; run < kChunkInputs; run += kRunInputs) {
-        WeightPair<V> low, high;
-        source.Next(&low, &high);
+    do {  // at least one chunk: a zero-trip path would cost copies of all accumulators
+      if constexpr (V::kNarrowSums) {
+        typename V::Partial part[R][2];
+        JAX_W4A8_UNROLL
+        for (int r = 0; r < R; ++r) part[r][0] = part[r][1] = V::Begin();
+        AddChunk<V, R>(source, rows, k, part);
         JAX_W4A8_UNROLL
         for (int r = 0; r < R; ++r) {
-          const typename V::B codes = V::Broadcast(rows.codes[r] + k + run);
-          part[r][0] = V::Dot(part[r][0], low.first, codes);
-          part[r][1] = V::Dot(part[r][1], low.second, codes);
+          sum[r][0] = V::Finish(sum[r][0], part[r][0]);
+          sum[r][1] = V::Finish(sum[r][1], part[r][1]);
         }
-        JAX_W4A8_UNROLL
-        for (int r = 0; r < R; ++r) {
-          const typename V::B codes = V::Broadcast(rows.codes[r] + k + run + 4);
-          part[r][0] = V::Dot(part[r][0], high.first, codes);
-          part[r][1] = V::Dot(part[r][1], high.second, codes);
-        }
+      } else {
+        AddChunk<V, R>(source, rows, k, sum);
       }
-      JAX_W4A8_UNROLL
-      for (int r = 0; r < R; ++r) {
-        sum[r][0] = V::Finish(sum[r][0], part[r][0]);
-        sum[r][1] = V::Finish(sum[r][1], part[r][1]);
-      }
-    }
+      k += kChunkInputs;
+    } while (k < end);
     if (end < group_end) {
       for (int r = 0; r < R; ++r) {
         for (int n = 0; n < 2; ++n) V::StoreInt(rows.state[r].sum[n], sum[r][n]);
@@ -516,11 +524,23 @@ static void ToFloat(DType dtype, const void* x, int64_t n, float* out) {
 
 // ---------------------------------------------------------------------------------------------------------
 
+template <class V, class Sum>
+static inline void AddProbe(typename V::W weights, const int8_t* codes,
+                            Sum (&sum)[V::kPeakChains]) {
+  JAX_W4A8_UNROLL
+  for (int step = 0; step < kChunkInputs / 4; ++step) {
+    JAX_W4A8_UNROLL
+    for (int chain = 0; chain < V::kPeakChains; ++chain) {
+      const int8_t* four = codes + 4 * (step * V::kPeakChains + chain);
+      sum[chain] = V::Dot(sum[chain], weights, V::Broadcast(four));
+    }
+  }
+}
+
 // Dot products of weights in registers, in as many independent chains as hide their latency. Every
 // product is of other codes: equal ones would be computed once.
 template <class V>
 static int64_t PeakProbe(int64_t iterations, int32_t* sink) {
-  constexpr int kSteps = kChunkInputs / 4;
   int8_t bytes[kRunBytes + V::kPeakChains * kChunkInputs];
   for (size_t i = 0; i < sizeof(bytes); ++i) bytes[i] = static_cast<int8_t>((i + *sink) & 7);
   const typename V::W weights = V::LoadWeights(reinterpret_cast<const uint8_t*>(bytes));
@@ -529,20 +549,17 @@ static int64_t PeakProbe(int64_t iterations, int32_t* sink) {
   for (int64_t i = 0; i < iterations; ++i) {
     const volatile int64_t offset = 0;  // read anew in each iteration, so that no product is kept
     const int8_t* codes = bytes + kRunBytes + offset;
-    typename V::Partial part[V::kPeakChains];
-    JAX_W4A8_UNROLL
-    for (int chain = 0; chain < V::kPeakChains; ++chain) part[chain] = V::Begin(sum[chain]);
-    JAX_W4A8_UNROLL
-    for (int step = 0; step < kSteps; ++step) {
+    if constexpr (V::kNarrowSums) {
+      typename V::Partial part[V::kPeakChains];
+      JAX_W4A8_UNROLL
+      for (int chain = 0; chain < V::kPeakChains; ++chain) part[chain] = V::Begin();
+      AddProbe<V>(weights, codes, part);
       JAX_W4A8_UNROLL
       for (int chain = 0; chain < V::kPeakChains; ++chain) {
-        const int8_t* four = codes + 4 * (step * V::kPeakChains + chain);
-        part[chain] = V::Dot(part[chain], weights, V::Broadcast(four));
+        sum[chain] = V::Finish(sum[chain], part[chain]);
       }
-    }
-    JAX_W4A8_UNROLL
-    for (int chain = 0; chain < V::kPeakChains; ++chain) {
-      sum[chain] = V::Finish(sum[chain], part[chain]);
+    } else {
+      AddProbe<V>(weights, codes, sum);
     }
   }
   int32_t total = 0;

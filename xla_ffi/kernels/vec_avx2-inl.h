@@ -3,6 +3,7 @@
 struct Avx2 {
   static constexpr int kTileRows = 3;
   static constexpr int kPeakChains = 4;
+  static constexpr bool kNarrowSums = true;
 
   struct F {
     __m256 half[2];
@@ -148,7 +149,7 @@ struct Avx2 {
     return _mm256_set1_epi32(four);
   }
 
-  static inline Partial Begin(I) { return {{_mm256_setzero_si256(), _mm256_setzero_si256()}}; }
+  static inline Partial Begin() { return {{_mm256_setzero_si256(), _mm256_setzero_si256()}}; }
   static inline Partial Dot(Partial part, W w, B codes) {
     return {{_mm256_add_epi16(part.half[0], _mm256_maddubs_epi16(w.half[0], codes)),
              _mm256_add_epi16(part.half[1], _mm256_maddubs_epi16(w.half[1], codes))}};

@@ -4,10 +4,10 @@
 struct Avx512 {
   static constexpr int kTileRows = 6;
   static constexpr int kPeakChains = 16;
+  static constexpr bool kNarrowSums = false;
 
   using F = __m512;
   using I = __m512i;
-  using Partial = __m512i;
   using W = __m512i;
   using B = __m512i;
 
@@ -87,9 +87,5 @@ struct Avx512 {
     return _mm512_set1_epi32(four);
   }
 
-  static inline Partial Begin(I sum) { return sum; }
-  static inline Partial Dot(Partial part, W w, B codes) {
-    return _mm512_dpbusd_epi32(part, w, codes);
-  }
-  static inline I Finish(I, Partial part) { return part; }
+  static inline I Dot(I sum, W w, B codes) { return _mm512_dpbusd_epi32(sum, w, codes); }
 };

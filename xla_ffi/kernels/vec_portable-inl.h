@@ -11,8 +11,9 @@ struct Portable {
   struct I {
     int32_t lane[kBlockChannels];
   };
-  // Sums inside a chunk of 32 inputs; other instruction sets may keep them narrower than I.
-  using Partial = I;
+  // Whether sums inside a chunk of 32 inputs are kept in a narrower type, V::Partial, that starts
+  // from V::Begin() and that V::Finish(sum, partial) adds to a sum.
+  static constexpr bool kNarrowSums = false;
   // Weights of 16 channels x 4 inputs, a byte each, stored code + 8.
   struct W {
     uint8_t lane[kRunBytes];
@@ -148,13 +149,11 @@ struct Portable {
   static inline void Prefetch(const uint8_t*) {}
   static inline B Broadcast(const int8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
 
-  static inline Partial Begin(I sum) { return sum; }
-  // Adds to each channel its 4 products.
-  static inline Partial Dot(Partial part, W w, B codes) {
+  // Adds to each channel its 4 products; on V::Partial where sums are narrow.
+  static inline I Dot(I sum, W w, B codes) {
     for (int i = 0; i < kBlockChannels; ++i) {
-      for (int j = 0; j < 4; ++j) part.lane[i] += w.lane[4 * i + j] * codes.lane[j];
+      for (int j = 0; j < 4; ++j) sum.lane[i] += w.lane[4 * i + j] * codes.lane[j];
     }
-    return part;
+    return sum;
   }
-  static inline I Finish(I, Partial part) { return part; }
 };
