@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax_w4a8 import ffi
+from jax_w4a8.bench import command as bench
 from jax_w4a8.experts.base import ACTIVATION_SCHEMES
 from jax_w4a8.oracle import W4A8Int8MoeBackend, backend_class
 
@@ -109,13 +110,16 @@ def _add_info_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    _print_machine()
-    if arguments.directory is not None:
-        _require_models()
-        from jax_w4a8.models import read_plan
+    if arguments.directory is None:
+        _print_machine()
+        return 0
+    _require_models()
+    from jax_w4a8.models import read_plan
 
-        print()
-        _print_checkpoint(*read_plan(arguments.directory))
+    config, plan = read_plan(arguments.directory)
+    _print_machine()
+    print()
+    _print_checkpoint(config, plan)
     return 0
 
 
@@ -156,6 +160,7 @@ def _require_models() -> None:
 #: Every subcommand; a new one is a line here.
 COMMANDS: tuple[Command, ...] = (
     Command("generate", "continue a text", _add_generate_arguments, _generate),
+    Command("bench", "measure layers against this machine's own limits", bench.add_arguments, bench.run),
     Command("info", "describe this machine, or a checkpoint", _add_info_arguments, _info),
 )
 

@@ -186,6 +186,18 @@ def release_scratch() -> int:
     return _native.release_scratch() if native_available() else 0
 
 
+def peak_probe(iterations: int) -> int:
+    """Multiplies INT8 codes in registers alone, for measuring the machine's peak; returns how many."""
+    _require_native()
+    return _native.peak_probe(iterations)
+
+
+def read_probe(data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    """Reads contiguous bytes once, as a kernel reads weights, for measuring the machine's bandwidth."""
+    _require_native()
+    _native.read_probe(data)
+
+
 def lowering(operation: str) -> Callable[..., Any]:
     """The MLIR lowering rule of an operation's custom call; attributes are given as keywords."""
     return jax.ffi.ffi_lowering(_TARGETS[operation])

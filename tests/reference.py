@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,7 +87,10 @@ def multiply(rows: Rows, weights: QuantizedTensor, bias: np.ndarray | None = Non
 
 
 def linear(
-    x: np.ndarray, weights: QuantizedTensor, bias: np.ndarray | None = None, scheme: str = SCHEMES[0]
+    x: np.ndarray,
+    weights: QuantizedTensor,
+    bias: np.ndarray | None = None,
+    scheme: str = SCHEMES[0],
 ) -> np.ndarray:
     """A dense layer, float64 ``[M, N]``."""
     return multiply(quantize_rows(x, scheme), weights, bias)
@@ -273,7 +277,12 @@ class Batch(NamedTuple):
 
 
 def random_batch(
-    tokens: int, hidden: int, experts: int, top_k: int = 2, dtype: Any = np.float32, seed: int = 1
+    tokens: int = 9,
+    hidden: int = 64,
+    experts: int = 4,
+    top_k: int = 2,
+    dtype: Any = np.float32,
+    seed: int = 1,
 ) -> Batch:
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(tokens, hidden)) + rng.normal(size=(tokens, 1))
@@ -284,6 +293,15 @@ def random_batch(
 
 # ---------------------------------------------------------------------------------------------------------
 # Comparisons.
+
+_STATIC = ("activation", "activation_scheme", "apply_router_weight_on_input", "backend")
+#: Shared by all tests: the pure-JAX backend takes a second or two to compile.
+compiled = types.SimpleNamespace(
+    fused_experts=jax.jit(w4a8.fused_experts, static_argnames=_STATIC),
+    apply_experts=jax.jit(w4a8.apply_experts, static_argnames=_STATIC),
+    linear=jax.jit(w4a8.linear, static_argnames=("activation_scheme", "backend")),
+    combine=jax.jit(w4a8.combine, static_argnames=("dtype", "backend")),
+)
 
 
 def bits(x: Any) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import itertools
 import json
 import shlex
 import sys
@@ -13,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from jax_w4a8 import ffi
-from jax_w4a8.bench.layers import ROUTINGS, LayerBench, Measurement
+from jax_w4a8.bench.layers import BASELINES, NATIVE, ROUTINGS, LayerBench, Measurement
 from jax_w4a8.bench.machine import Limits, Machine, available_bytes
 from jax_w4a8.bench.shapes import SHAPES, LayerShape, find_shape
 from jax_w4a8.quantization import normalize_group_size
 
 _COLUMNS = (
-    "  {tokens:>6} {routing:>8} {milliseconds:>10.2f} {gmacs:>8.0f} {share_of_peak:>7.0%} {gbytes:>7.1f} "
-    "{share_of_bandwidth:>7.0%} {bound:>7.0%}"
+    "  {implementation:>14} {tokens:>6} {routing:>8} {milliseconds:>10.2f} {gmacs:>8.0f} "
+    "{share_of_peak:>7.0%} {gbytes:>7.1f} {share_of_bandwidth:>7.0%} {bound:>7.0%}"
 )
-_HEADER = "  tokens  routing         ms   GMAC/s  % peak    GB/s    % bw % bound"
+_HEADER = "  implementation tokens  routing         ms   GMAC/s  % peak    GB/s    % bw % bound"
 #: What a run needs beside the weights: the buffer that bandwidth is read from, scratch, JAX itself.
 _OVERHEAD_BYTES = 2 << 30
 
@@ -33,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group-size", type=int, default=128, help="-1 for channel-wise scales")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
     parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["uniform"])
+    parser.add_argument(
+        "--baseline", nargs="+", choices=BASELINES, default=[], help="pure JAX ways to do the same, too"
+    )
     parser.add_argument("--layers", type=int, default=4, help="different layers taken in turn")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--threads", type=int, help="at most this many of XLA's pool")
@@ -50,7 +54,11 @@ def run(args: argparse.Namespace) -> int:
     """
     if not ffi.native_available():
         raise RuntimeError(f"the native backend is not available: {ffi.unavailable_reason()}")
-    for name, values in (("tokens", args.tokens), ("layers", [args.layers]), ("repetitions", [args.repetitions])):
+    for name, values in (
+        ("tokens", args.tokens),
+        ("layers", [args.layers]),
+        ("repetitions", [args.repetitions]),
+    ):
         if min(values) < 1:
             raise ValueError(f"{name} must be at least 1, got {min(values)}")
     if args.instruction_set:
@@ -79,9 +87,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure(shape: LayerShape, limits: Limits, args: argparse.Namespace) -> Iterator[Measurement]:
     bench = LayerBench(shape, args.group_size, args.layers)
-    for routing in args.routing:
-        for tokens in args.tokens:
-            yield bench.run(tokens, routing, limits, args.repetitions)
+    implementations = [NATIVE, *(BASELINES[name] for name in args.baseline)]
+    for routing, tokens, one in itertools.product(args.routing, args.tokens, implementations):
+        yield bench.run(tokens, routing, limits, args.repetitions, one)
 
 
 def _print(measurement: Measurement) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,10 +16,10 @@ import numpy as np
 
 from jax_w4a8.bench.machine import Limits
 from jax_w4a8.bench.shapes import LayerShape
-from jax_w4a8.checkpoint.buffers import aligned_empty, to_device
+from jax_w4a8.buffers import aligned_empty, to_device
 from jax_w4a8.moe import fused_experts
 from jax_w4a8.quantization import CHANNELWISE, num_groups
-from jax_w4a8.weights import ExpertWeights, LinearWeights, num_blocks
+from jax_w4a8.weights import ExpertWeights, LinearWeights, num_blocks, unpack_experts
 
 ROUTINGS = ("uniform", "zipf", "one")
 
@@ -33,21 +33,25 @@ def _random_matrix(
     blocks = num_blocks(out_features)
     codes = aligned_empty((experts, blocks, groups, 8 * width), np.uint8)
     for expert in range(experts):
-        codes[expert] = np.frombuffer(rng.bytes(codes[expert].size), np.uint8).reshape(
-            codes.shape[1:]
-        )
-    scale_dtype = np.float32 if group_size == CHANNELWISE else ml_dtypes.bfloat16
+        codes[expert] = np.frombuffer(rng.bytes(codes[expert].size), np.uint8).reshape(codes.shape[1:])
     scale = rng.random((experts, blocks, groups, 16), np.float32) / (4.6 * math.sqrt(in_features))
-    channels = (experts, blocks, 16)
+    scale = scale.astype(np.float32 if group_size == CHANNELWISE else ml_dtypes.bfloat16)
     return LinearWeights(
         codes,
-        scale.astype(scale_dtype),
-        np.zeros(channels, np.float32),
-        np.zeros(channels, np.float32),
+        scale,
+        np.stack([_scaled_sum(*one, width) for one in zip(codes, scale, strict=True)]),
+        np.zeros((experts, blocks, 16), np.float32),
         out_features,
         in_features,
         group_size,
     )
+
+
+def _scaled_sum(codes: Any, scale: Any, width: int) -> Any:
+    """float32 ``[blocks, 16]`` of one matrix, from its packed bytes."""
+    runs = codes.reshape(*codes.shape[:2], -1, 16, 4)
+    sums = sum(nibbles.sum(axis=(-3, -1), dtype=np.int32) for nibbles in (runs & 15, runs >> 4))
+    return ((sums - 8 * width) * scale.astype(np.float32)).sum(axis=1)
 
 
 def random_experts(shape: LayerShape, group_size: int, seed: int) -> ExpertWeights:
@@ -71,9 +75,60 @@ def random_ids(shape: LayerShape, tokens: int, routing: str, rng: np.random.Gene
 
 
 @dataclasses.dataclass(frozen=True)
+class Implementation:
+    """Something that runs the layer.
+
+    Attributes:
+      name: in the results.
+      prepare: turns our layers into what ``call`` takes as its last argument, one for each.
+      call: jitted, of x, router weights, ids and weights.
+    """
+
+    name: str
+    prepare: Callable[[Sequence[ExpertWeights]], Sequence[Any]]
+    call: Callable[..., jax.Array]
+
+
+def _with_backend(backend: str) -> Implementation:
+    return Implementation(
+        backend,
+        lambda layers: layers,
+        jax.jit(lambda x, w, ids, experts: fused_experts(x, w, ids, experts, backend=backend)),
+    )
+
+
+def _dequantized(layers: Sequence[ExpertWeights]) -> list[tuple[jax.Array, jax.Array]]:
+    """float32 ``[E, H, 2I]`` and ``[E, I, H]`` of the first layer alone: they take eight times the room."""
+    w13, w2, *_ = jax.jit(unpack_experts)(layers[0])
+    transpose = jax.jit(lambda w: jnp.swapaxes(w.dequantize(), -1, -2))
+    return [(transpose(w13), transpose(w2))]
+
+
+@jax.jit
+def _ragged_dot_layer(x: jax.Array, weights: jax.Array, ids: jax.Array, matrices: Any) -> jax.Array:
+    """What people write first: rows sorted by expert, ``jax.lax.ragged_dot``, rows put back."""
+    w13, w2 = matrices
+    tokens, k = ids.shape
+    order = jnp.argsort(ids.reshape(-1), stable=True)
+    sizes = jnp.bincount(ids.reshape(-1), length=w13.shape[0]).astype(jnp.int32)
+    gate, up = jnp.split(jax.lax.ragged_dot(x[order // k], w13, sizes), 2, axis=-1)
+    y = jax.lax.ragged_dot(jax.nn.silu(gate) * up, w2, sizes)
+    slots = jnp.zeros_like(y).at[order].set(y).reshape(tokens, k, -1)
+    return jnp.einsum("tkh,tk->th", slots, weights)
+
+
+NATIVE = _with_backend("cpu_int4")
+BASELINES = {
+    "xla": _with_backend("xla"),
+    "ragged_dot": Implementation("ragged_dot", _dequantized, _ragged_dot_layer),
+}
+
+
+@dataclasses.dataclass(frozen=True)
 class Measurement:
     """Medians over repetitions; shares are of limits measured in turn with the work."""
 
+    implementation: str
     tokens: int
     routing: str
     milliseconds: float
@@ -95,59 +150,75 @@ class LayerBench:
 
     def __init__(self, shape: LayerShape, group_size: int, layers: int) -> None:
         self.shape = shape
-        self._layers = [random_experts(shape, group_size, seed) for seed in range(layers)]
-        self._expert_bytes = self._layers[0].nbytes / shape.num_experts
-        self._call = jax.jit(lambda x, w, ids, experts: fused_experts(x, w, ids, experts))
+        self.layers = [random_experts(shape, group_size, seed) for seed in range(layers)]
+        self._expert_bytes = self.layers[0].nbytes / shape.num_experts
 
-    def _inputs(self, tokens: int, routing: str) -> Iterator[tuple[Any, ...]]:
-        """Endless (x, weights, ids, experts, bytes read)."""
+    def _inputs(self, weights: Sequence[Any], tokens: int, routing: str) -> Iterator[tuple[Any, int]]:
+        """Endless ((x, router weights, ids, one of ``weights``), experts that ids name)."""
         rng = np.random.default_rng(tokens)
         k = self.shape.top_k
         x = jnp.asarray(rng.standard_normal((tokens, self.shape.hidden_size), np.float32))
-        weights = jnp.full((tokens, k), 1 / k, jnp.float32)
+        router_weights = jnp.full((tokens, k), 1 / k, jnp.float32)
         while True:
-            for experts in self._layers:
+            for one in weights:
                 ids = random_ids(self.shape, tokens, routing, rng)
-                touched = len(np.unique(ids)) * self._expert_bytes
-                activations = 4 * tokens * 2 * self.shape.hidden_size
-                yield x, weights, jnp.asarray(ids), experts, touched + activations
+                yield (x, router_weights, jnp.asarray(ids), one), len(np.unique(ids))
 
-    def _time(self, inputs: tuple[Any, ...]) -> float:
+    def _time(self, call: Callable[..., jax.Array], arguments: tuple[Any, ...]) -> float:
         start = time.perf_counter()
-        self._call(*inputs[:4]).block_until_ready()
+        call(*arguments).block_until_ready()
         return time.perf_counter() - start
 
-    def run(self, tokens: int, routing: str, limits: Limits, repetitions: int) -> Measurement:
-        """Takes the work, the peak and the bandwidth in turn, ``repetitions`` times."""
-        source = self._inputs(tokens, routing)
-        for _ in self._layers:
-            self._time(next(source))
-        seconds, peaks, bandwidths, compute, memory = [], [], [], [], []
-        calls = max(1, 64 // tokens)
-        for _ in range(repetitions):
-            taken, nbytes = [], []
-            for _ in range(calls):
-                inputs = next(source)
-                taken.append(self._time(inputs))
-                nbytes.append(inputs[4])
-            peaks.append(limits.peak_macs())
-            bandwidths.append(limits.bandwidth())
-            middle = statistics.median(taken)
-            seconds.append(middle)
-            compute.append(tokens * self.shape.macs_per_token / middle)
-            memory.append(statistics.fmean(nbytes) / middle)
-        share_of_peak = statistics.median(c / p for c, p in zip(compute, peaks, strict=True))
-        share_of_bandwidth = statistics.median(
-            m / b for m, b in zip(memory, bandwidths, strict=True)
-        )
+    def run(
+        self,
+        tokens: int,
+        routing: str,
+        limits: Limits,
+        repetitions: int,
+        implementation: Implementation | None = None,
+    ) -> Measurement:
+        """Takes the work, the peak and the bandwidth in turn, ``repetitions`` times.
+
+        Bytes are those of our packed weights, whatever the implementation reads: they stand for the work.
+        """
+        implementation = implementation or NATIVE
+        source = self._inputs(implementation.prepare(self.layers), tokens, routing)
+        for _ in self.layers:
+            self._time(implementation.call, next(source)[0])
+        runs = [self._run_once(implementation.call, source, tokens, limits) for _ in range(repetitions)]
+        seconds, compute, memory, peaks, bandwidths = (list(column) for column in zip(*runs, strict=True))
         return Measurement(
+            implementation=implementation.name,
             tokens=tokens,
             routing=routing,
             milliseconds=1e3 * statistics.median(seconds),
             gmacs=statistics.median(compute) / 1e9,
-            share_of_peak=share_of_peak,
+            share_of_peak=_median_ratio(compute, peaks),
             gbytes=statistics.median(memory) / 1e9,
-            share_of_bandwidth=share_of_bandwidth,
+            share_of_bandwidth=_median_ratio(memory, bandwidths),
             peak_gmacs=statistics.median(peaks) / 1e9,
             bandwidth_gbytes=statistics.median(bandwidths) / 1e9,
         )
+
+    def _run_once(
+        self, call: Callable[..., jax.Array], source: Iterator[tuple[Any, int]], tokens: int, limits: Limits
+    ) -> tuple[float, float, float, float, float]:
+        """Median seconds, multiply-accumulates and bytes per second, peak and bandwidth."""
+        taken, nbytes = [], []
+        for _ in range(max(1, 64 // tokens)):
+            arguments, experts = next(source)
+            taken.append(self._time(call, arguments))
+            nbytes.append(experts * self._expert_bytes + 2 * arguments[0].nbytes)
+        middle = statistics.median(taken)
+        macs = tokens * self.shape.macs_per_token
+        return (
+            middle,
+            macs / middle,
+            statistics.fmean(nbytes) / middle,
+            limits.peak_macs(),
+            limits.bandwidth(),
+        )
+
+
+def _median_ratio(values: Sequence[float], limits: Sequence[float]) -> float:
+    return statistics.median(value / limit for value, limit in zip(values, limits, strict=True))

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_w4a8 import _native, ffi
+from jax_w4a8 import ffi
 
 _PROBE_ITERATIONS = 30_000
 _BUFFER_BYTES = 1 << 30
@@ -40,7 +40,7 @@ class Limits:
 
     def peak_macs(self) -> float:
         """INT8 multiply-accumulates per second in registers alone."""
-        return _timed_on_threads(self.threads, lambda _: _native.peak_probe(_PROBE_ITERATIONS))
+        return _timed_on_threads(self.threads, lambda _: ffi.peak_probe(_PROBE_ITERATIONS))
 
     def bandwidth(self, nbytes: int = 1 << 28) -> float:
         """Bytes per second read from memory, ``nbytes`` of them, other ones at every call."""
@@ -50,7 +50,7 @@ class Limits:
 
         def read(thread: int) -> int:
             begin = start + thread * share
-            _native.read_probe(self._buffer[begin : begin + share])
+            ffi.read_probe(self._buffer[begin : begin + share])
             return share
 
         return _timed_on_threads(self.threads, read)

@@ -3,7 +3,7 @@
 A checkpoint is understood on every machine; only the choice of a backend may refuse.
 """
 
-from jax_w4a8.checkpoint.buffers import to_device
+from jax_w4a8.buffers import to_device
 from jax_w4a8.checkpoint.errors import CheckpointError
 from jax_w4a8.checkpoint.experts import ExpertStack, StoredExperts
 from jax_w4a8.checkpoint.reader import Checkpoint

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_w4a8.checkpoint.buffers import aligned_empty
+from jax_w4a8.buffers import aligned_empty
 from jax_w4a8.checkpoint.errors import CheckpointError
 from jax_w4a8.checkpoint.scheme import Scheme
 from jax_w4a8.checkpoint.stored import StoredArray, StoredLinear

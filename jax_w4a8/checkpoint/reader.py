@@ -52,6 +52,8 @@ class Checkpoint:
           CheckpointError: a file is missing or damaged, or the scheme isn't W4A8.
         """
         self.directory = Path(path)
+        if not self.directory.is_dir():
+            raise CheckpointError(f"{self.directory} is not a directory")
         config_file = self.directory / CONFIG_FILE
         self.config: dict[str, Any] = read_json(config_file)
         if self.config.get("quantization_config") is None:

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 #: One code per byte, or eight codes per 32-bit word.
 Storage = Literal["int-quantized", "pack-quantized"]
 STORAGES: tuple[str, ...] = ("int-quantized", "pack-quantized")
+#: Says that each group names its own.
+_MIXED = "mixed-precision"
 
 #: Defaults of compressed-tensors' QuantizationArgs, for fields that a file leaves out.
 _ARGS_DEFAULTS: dict[str, Any] = {
@@ -142,6 +144,7 @@ def parse_quantization_config(raw: Any, where: str = "quantization_config") -> Q
     if not groups:
         raise CheckpointError(f"{where}.config_groups is empty: nothing in this model is quantised")
     default = config.get("format")
+    _expect(default, (*STORAGES, _MIXED, None), f"{where}.format")
     return QuantizationConfig(
         groups=tuple(
             _parse_group(group, default, f"{where}.config_groups.{name}", f"{where}.format")
@@ -206,7 +209,7 @@ def _parse_weights(raw: Any, where: str) -> tuple[int, int | None]:
 
 def _group_size(strategy: str, size: Any, where: str) -> tuple[int, int | None]:
     if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
-        raise CheckpointError(f"{where} must be an integer or null, got {size!r}")
+        raise CheckpointError(f"{where} must be an integer or null, got {_spell(size)}")
     if strategy == "channel":
         if size in (None, CHANNELWISE, 0):
             return CHANNELWISE, None
@@ -217,7 +220,8 @@ def _group_size(strategy: str, size: Any, where: str) -> tuple[int, int | None]:
         )
     if size is None or size <= 0 or size % GROUP_MULTIPLE:
         raise CheckpointError(
-            f"{where} with strategy 'group' must be a positive multiple of {GROUP_MULTIPLE}, got {size}"
+            f"{where} with strategy 'group' must be a positive multiple of {GROUP_MULTIPLE}, "
+            f"got {_spell(size)}"
         )
     return size, None
 

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jax_w4a8.checkpoint.buffers import aligned_empty
+from jax_w4a8.buffers import aligned_empty
 from jax_w4a8.checkpoint.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -33,9 +33,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 #: A file is mapped into memory while it is open, and what was read of it counts as memory of this process;
 #: after so many bytes it is opened anew.
-_REOPEN_BYTES = 32 << 20
+_REOPEN_BYTES = 16 << 20
 #: Rows of a large tensor are read in pieces of about this many bytes.
-_PIECE_BYTES = 16 << 20
+_PIECE_BYTES = 8 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ class TensorFiles:
         return out
 
     def pieces(self, name: str) -> Iterator[np.ndarray[Any, Any]]:
-        """The tensor ``name`` (at least one axis) in pieces of consecutive rows, each about 16 MB."""
+        """The tensor ``name`` (at least one axis) in pieces of consecutive rows, each about 8 MB."""
         for rows in _row_pieces(self.headers[name]):
             yield self._read_piece(name, rows)
 

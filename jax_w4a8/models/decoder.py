@@ -84,15 +84,15 @@ class Decoder(nnx.Module):
         return logits
 
     def generate(
-        self, token_ids: ArrayLike, max_new_tokens: int = 32, *, stop_at_eos: bool = False
+        self, token_ids: ArrayLike, max_new_tokens: int = 32, *, stop_token_ids: Sequence[int] = ()
     ) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
         """Continues each row with the likeliest token (the lowest id among equals), again and again.
 
         Args:
           token_ids: prompts of one length, integers ``[B, T]``.
           max_new_tokens: how many to add, at least 0.
-          stop_at_eos: end early, once every row has come to an end-of-text id. A row that ended before the
-            others repeats that id.
+          stop_token_ids: end early, once every row has come to one of these, such as
+            ``model.config.eos_token_ids``. A row that ended before the others repeats that id.
 
         Returns:
           int32 ``[B, N]``: the new ids alone; N is ``max_new_tokens`` unless all rows ended early.
@@ -100,13 +100,18 @@ class Decoder(nnx.Module):
         Raises:
           TypeError, ValueError: as :meth:`__call__`; also for an empty prompt, or more tokens than positions.
         """
-        return generate(self, token_ids, max_new_tokens, stop_at_eos=stop_at_eos)
+        return generate(self, token_ids, max_new_tokens, stop_token_ids)
 
     def stream(
-        self, token_ids: ArrayLike, max_new_tokens: int = 32, *, stop_at_eos: bool = True
+        self, token_ids: ArrayLike, max_new_tokens: int = 32, *, stop_token_ids: Sequence[int] | None = None
     ) -> GreedyStream:
-        """As :meth:`generate`, but an iterator over each step's ids (int32 ``[B]``) as they are made."""
-        return GreedyStream(self, token_ids, max_new_tokens, stop_at_eos=stop_at_eos)
+        """As :meth:`generate`, but an iterator over each step's ids (int32 ``[B]``) as they are made.
+
+        ``stop_token_ids=None`` takes the model's own end-of-text ids.
+        """
+        if stop_token_ids is None:
+            stop_token_ids = self.config.eos_token_ids
+        return GreedyStream(self, token_ids, max_new_tokens, stop_token_ids)
 
     @property
     def backend(self) -> W4A8Int8MoeBackend:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -135,10 +135,10 @@ class _Run:
 
 
 class _Ends:
-    """Keeps account of rows that came to an end-of-text id."""
+    """Keeps account of rows that came to an id which ends them."""
 
-    def __init__(self, eos_token_ids: tuple[int, ...], batch: int) -> None:
-        self._ids = np.asarray(eos_token_ids, np.int32)
+    def __init__(self, stop_token_ids: Sequence[int], batch: int) -> None:
+        self._ids = np.asarray(stop_token_ids, np.int32)
         self._last = np.full(batch, -1, np.int32)
 
     def mask(self, token: TokenIds) -> TokenIds:
@@ -162,15 +162,14 @@ class GreedyStream:
     """
 
     def __init__(
-        self, model: Decoder, token_ids: ArrayLike, max_new_tokens: int, *, stop_at_eos: bool
+        self, model: Decoder, token_ids: ArrayLike, max_new_tokens: int, stop_token_ids: Sequence[int]
     ) -> None:
         """Raises TypeError or ValueError as :meth:`Decoder.generate`."""
         self.times = GenerationTimes()
         self._run = _Run(model, token_ids, max_new_tokens)
         self._max_new_tokens = max_new_tokens
         self.batch = self._run.batch
-        eos = model.config.eos_token_ids if stop_at_eos else ()
-        self._ends = _Ends(eos, self.batch)
+        self._ends = _Ends(stop_token_ids, self.batch)
         self._tokens = self._steps()
 
     def __iter__(self) -> Iterator[TokenIds]:
@@ -203,10 +202,12 @@ class GreedyStream:
             yield self._ends.mask(ids)
 
 
-def generate(model: Decoder, token_ids: ArrayLike, max_new_tokens: int, *, stop_at_eos: bool) -> TokenIds:
+def generate(
+    model: Decoder, token_ids: ArrayLike, max_new_tokens: int, stop_token_ids: Sequence[int]
+) -> TokenIds:
     """As :meth:`jax_w4a8.models.decoder.Decoder.generate`, whose arguments and errors these are."""
-    if stop_at_eos:
-        stream = GreedyStream(model, token_ids, max_new_tokens, stop_at_eos=True)
+    if len(stop_token_ids):
+        stream = GreedyStream(model, token_ids, max_new_tokens, stop_token_ids)
         return _columns(list(stream), stream.batch)
     run = _Run(model, token_ids, max_new_tokens)
     tokens: list[jax.Array] = []
