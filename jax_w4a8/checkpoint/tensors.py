@@ -33,9 +33,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 #: A file is mapped into memory while it is open, and what was read of it counts as memory of this process;
 #: after so many bytes it is opened anew.
-_REOPEN_BYTES = 16 << 20
+_REOPEN_BYTES = 32 << 20
 #: Rows of a large tensor are read in pieces of about this many bytes.
-_PIECE_BYTES = 8 << 20
+_PIECE_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ class TensorFiles:
         return out
 
     def pieces(self, name: str) -> Iterator[np.ndarray[Any, Any]]:
-        """The tensor ``name`` (at least one axis) in pieces of consecutive rows, each about 8 MB."""
+        """The tensor ``name`` (at least one axis) in pieces of consecutive rows, each about 16 MB."""
         for rows in _row_pieces(self.headers[name]):
             yield self._read_piece(name, rows)
 
