@@ -125,7 +125,7 @@ class Routing:
 
 def _barrier(x: jax.Array) -> jax.Array:
     """``x``; the compiler fuses nothing across it."""
-    y: jax.Array = lax.optimization_barrier(x)  # type: ignore[no-untyped-call]
+    y: jax.Array = lax.optimization_barrier(x)
     return y
 
 

@@ -141,7 +141,7 @@ def _pad_axis(xp: ModuleType, x: Any, axis: int, size: int) -> Any:
 def _pack_codes(xp: ModuleType, codes: Any, group_width: int) -> Any:
     """int8 ``[..., N, K]`` (N and K whole blocks and groups) to uint8 ``[..., NB, G, 8 * group_width]``."""
     *lead, n, k = codes.shape
-    offset = (codes + np.int8(8)).astype(np.uint8)
+    offset = codes.view(np.uint8) + np.uint8(8)  # wraps to 0..15
     runs = offset.reshape(*lead, n // BLOCK_CHANNELS, BLOCK_CHANNELS, k // BLOCK_INPUTS, 2, 4)
     packed = runs[..., 0, :] | (runs[..., 1, :] << np.uint8(4))
     packed = xp.swapaxes(packed, -2, -3)  # a run's 16 channels become neighbours
@@ -174,7 +174,9 @@ def _pack(weights: QuantizedTensor, bias: Any) -> LinearWeights:
     width = _group_width(group_size, k)
     groups = num_groups(group_size, k)
     channels = num_blocks(n) * BLOCK_CHANNELS
-    codes = xp.asarray(weights.codes).astype(np.int8)
+    codes = xp.asarray(weights.codes)
+    if codes.dtype != np.int8:
+        codes = codes.astype(np.int8)
     codes = _pad_axis(xp, _pad_axis(xp, codes, -1, groups * width), -2, channels)
     scale = xp.asarray(weights.scale)
     if scale.dtype == np.float16:

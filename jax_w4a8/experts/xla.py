@@ -6,6 +6,7 @@ the tiles unpacks that expert's weights and no other's. The number of tiles is s
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -143,6 +144,51 @@ def _tile_slots(ids: jax.Array, num_experts: int) -> _Tiles:
     return _Tiles(expert.astype(jnp.int32), slots.astype(jnp.int32))
 
 
+# Compiled as wholes, so that calls outside jit compile once and give what calls inside do.
+@functools.partial(jax.jit, static_argnames="options")
+def _apply_experts(
+    x: jax.Array,
+    weights: jax.Array | None,
+    ids: jax.Array,
+    experts: ExpertWeights,
+    options: ExpertOptions,
+) -> jax.Array:
+    tokens, k = ids.shape
+    total = tokens * k
+    if total == 0:
+        return jnp.zeros((tokens, k, experts.hidden_size), jnp.float32)
+    rows = x.astype(jnp.float32)
+    if weights is not None:
+        rows = rows * weights
+    flat = ids.reshape(-1)
+    tiles = _tile_slots(flat, experts.num_experts)
+
+    def run_tile(tile: _Tiles) -> jax.Array:
+        one = jax.tree.map(lambda leaf: leaf[tile.expert], experts)
+        return _expert(rows[jnp.minimum(tile.slots, total - 1) // k], one, options)
+
+    outputs = lax.map(run_tile, tiles)
+    slots = jnp.zeros((total, experts.hidden_size), jnp.float32)
+    slots = slots.at[tiles.slots.reshape(-1)].set(outputs.reshape(-1, experts.hidden_size), mode="drop")
+    wrong = (flat < -1) | (flat >= experts.num_experts)
+    slots = jnp.where(wrong[:, None], jnp.nan, slots)
+    return slots.reshape(tokens, k, -1)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _combine(slots: jax.Array, weights: jax.Array, dtype: Any) -> jax.Array:
+    total = jnp.zeros((slots.shape[0], slots.shape[2]), jnp.float32)
+    for slot in range(slots.shape[1]):
+        total = total + weights[:, slot, None] * slots[:, slot]
+    return total.astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames="activation_scheme")
+def _linear(x: jax.Array, weights: LinearWeights, activation_scheme: str) -> jax.Array:
+    rows = quantize_rows(x.astype(jnp.float32), activation_scheme)
+    return _matmul(rows, weights)[:, : weights.out_features].astype(x.dtype)
+
+
 class XLAExperts(Backend):
     """Pure JAX, on any platform; agrees with the native kernels to 1e-5."""
 
@@ -164,10 +210,10 @@ class XLAExperts(Backend):
     ) -> jax.Array:
         """See :meth:`Backend.fused_experts`."""
         on_input = options.apply_router_weight_on_input
-        slots = cls.apply_experts(x, weights if on_input else None, ids, experts, options)
+        slots = _apply_experts(x, weights if on_input else None, ids, experts, options)
         if on_input:
             weights = jnp.ones_like(weights)
-        return cls.combine(slots, jnp.where(ids == -1, 0, weights), x.dtype)
+        return _combine(slots, jnp.where(ids == -1, 0, weights), x.dtype)
 
     @classmethod
     def apply_experts(
@@ -179,39 +225,14 @@ class XLAExperts(Backend):
         options: ExpertOptions,
     ) -> jax.Array:
         """See :meth:`Backend.apply_experts`."""
-        tokens, k = ids.shape
-        total = tokens * k
-        if total == 0:
-            return jnp.zeros((tokens, k, experts.hidden_size), jnp.float32)
-        rows = x.astype(jnp.float32)
-        if weights is not None:
-            rows = rows * weights
-        flat = ids.reshape(-1)
-        tiles = _tile_slots(flat, experts.num_experts)
-
-        def run_tile(tile: _Tiles) -> jax.Array:
-            one = jax.tree.map(lambda leaf: leaf[tile.expert], experts)
-            return _expert(rows[jnp.minimum(tile.slots, total - 1) // k], one, options)
-
-        outputs = lax.map(run_tile, tiles)
-        slots = jnp.zeros((total, experts.hidden_size), jnp.float32)
-        slots = slots.at[tiles.slots.reshape(-1)].set(
-            outputs.reshape(-1, experts.hidden_size), mode="drop"
-        )
-        wrong = (flat < -1) | (flat >= experts.num_experts)
-        slots = jnp.where(wrong[:, None], jnp.nan, slots)
-        return slots.reshape(tokens, k, -1)
+        return _apply_experts(x, weights, ids, experts, options)
 
     @classmethod
     def combine(cls, slots: jax.Array, weights: jax.Array, dtype: Any) -> jax.Array:
         """See :meth:`Backend.combine`."""
-        total = jnp.zeros((slots.shape[0], slots.shape[2]), jnp.float32)
-        for slot in range(slots.shape[1]):
-            total = total + weights[:, slot, None] * slots[:, slot]
-        return total.astype(dtype)
+        return _combine(slots, weights, dtype)
 
     @classmethod
     def linear(cls, x: jax.Array, weights: LinearWeights, activation_scheme: str) -> jax.Array:
         """See :meth:`Backend.linear`."""
-        rows = quantize_rows(x.astype(jnp.float32), activation_scheme)
-        return _matmul(rows, weights)[:, : weights.out_features].astype(x.dtype)
+        return _linear(x, weights, activation_scheme)

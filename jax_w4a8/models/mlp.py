@@ -6,23 +6,11 @@ import jax
 from flax import nnx
 
 from jax_w4a8.experts.base import Activation
+from jax_w4a8.experts.xla import activate
 from jax_w4a8.models.layers import Linear, PackedWeight, QuantizedOptions
 from jax_w4a8.moe import moe
 from jax_w4a8.routing import Routing
 from jax_w4a8.weights import ExpertWeights
-
-
-def gated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """The activation of :class:`jax_w4a8.experts.base.Activation` on float32 arrays of one shape.
-
-    Raises:
-      ValueError: a kind that no dense MLP uses.
-    """
-    if activation.kind == "silu":
-        return jax.nn.silu(gate) * up
-    if activation.kind in ("gelu", "gelu_tanh"):
-        return jax.nn.gelu(gate, approximate=activation.kind == "gelu_tanh") * up
-    raise ValueError(f"activation of a dense MLP must be silu, gelu or gelu_tanh, got {activation.kind!r}")
 
 
 class DenseMLP(nnx.Module):
@@ -36,7 +24,7 @@ class DenseMLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """float32 ``[B, T, H]`` to the same."""
-        return self.down(gated(self.activation, self.gate(x), self.up(x)))
+        return self.down(activate(self.gate(x), self.up(x), self.activation))
 
 
 class MoE(nnx.Module):
