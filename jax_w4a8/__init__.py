@@ -1,11 +1,11 @@
 """Mixture-of-experts layers with INT4 weights and INT8 activations (W4A8) on CPUs, for JAX.
 
-    >>> import jax, jax.numpy as jnp, jax_w4a8 as w4a8
-    >>> w13, w2 = (w4a8.quantize(w, group_size=32) for w in (jnp.ones((4, 128, 64)), jnp.ones((4, 64, 64))))
-    >>> experts = w4a8.pack_experts(w13, w2)
-    >>> layer = jax.jit(lambda x, logits, experts: w4a8.moe(x, logits, experts, w4a8.Routing(top_k=2)))
-    >>> layer(jnp.ones((3, 64)), jnp.zeros((3, 4)), experts).shape
-    (3, 64)
+>>> import jax, jax.numpy as jnp, jax_w4a8 as w4a8
+>>> w13, w2 = (w4a8.quantize(w, group_size=32) for w in (jnp.ones((4, 128, 64)), jnp.ones((4, 64, 64))))
+>>> experts = w4a8.pack_experts(w13, w2)
+>>> layer = jax.jit(lambda x, logits, experts: w4a8.moe(x, logits, experts, w4a8.Routing(top_k=2)))
+>>> layer(jnp.ones((3, 64)), jnp.zeros((3, 4)), experts).shape
+(3, 64)
 """
 
 from jax_w4a8.experts.base import Activation

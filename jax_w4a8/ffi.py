@@ -33,8 +33,8 @@ logger = logging.getLogger("jax_w4a8")
 #: Names the instruction set to use, where it is usable; see :func:`set_instruction_set`.
 INSTRUCTION_SET_VARIABLE = "JAX_W4A8_INSTRUCTION_SET"
 
-#: Pass to ``jax.export.export(..., disabled_checks=DISABLE_JAX_EXPORT_CHECKS)``: the custom calls' names carry
-#: their version, which is the compatibility guarantee that the check asks for.
+#: Pass to ``jax.export.export(..., disabled_checks=DISABLE_JAX_EXPORT_CHECKS)``: the custom calls' names
+#: carry their version, which is the compatibility guarantee that the check asks for.
 DISABLE_JAX_EXPORT_CHECKS: list[jax.export.DisabledSafetyCheck] = []
 
 _TARGETS: dict[str, str] = {

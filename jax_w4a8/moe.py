@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -178,9 +177,7 @@ def combine(
     """
     array = jnp.asarray(slots)
     if array.dtype != jnp.float32 or array.ndim < 2:
-        raise TypeError(
-            f"slots must be a float32 array [..., k, H], got {array.dtype} {array.shape}"
-        )
+        raise TypeError(f"slots must be a float32 array [..., k, H], got {array.dtype} {array.shape}")
     result_dtype = jnp.dtype(dtype)
     if result_dtype not in INPUT_DTYPES:
         raise TypeError(f"dtype must be float32, bfloat16 or float16, got {result_dtype}")

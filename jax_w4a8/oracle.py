@@ -119,24 +119,18 @@ def _judge(
     platform = str(config.platform)
     if backend not in priority_backends(platform):
         return BackendVerdict(backend, False, _not_listed(platform))
-    supported, reason = backend_class(backend).is_supported_config(
-        config, weight_key, activation_key
-    )
+    supported, reason = backend_class(backend).is_supported_config(config, weight_key, activation_key)
     return BackendVerdict(backend, supported, None if supported else reason)
 
 
-def _resolved(
-    config: MoEConfig, weight_key: QuantKey, activation_key: QuantKey | None
-) -> MoEConfig:
+def _resolved(config: MoEConfig, weight_key: QuantKey, activation_key: QuantKey | None) -> MoEConfig:
     """The config with its platform filled in; TypeError when an argument isn't what it must be."""
     if not isinstance(config, MoEConfig):
         raise TypeError(f"config must be a MoEConfig, got {type(config).__name__}")
     if not isinstance(weight_key, QuantKey):
         raise TypeError(f"weight_key must be a QuantKey, got {type(weight_key).__name__}")
     if activation_key is not None and not isinstance(activation_key, QuantKey):
-        raise TypeError(
-            f"activation_key must be a QuantKey or None, got {type(activation_key).__name__}"
-        )
+        raise TypeError(f"activation_key must be a QuantKey or None, got {type(activation_key).__name__}")
     return dataclasses.replace(config, platform=config.platform or _current_platform())
 
 
@@ -167,9 +161,7 @@ def select_w4a8_int8_moe_backend(
     if requested is not None:
         verdict = _judge(requested, config, weight_key, activation_key)
         if not verdict.supported:
-            raise ValueError(
-                f"moe_backend={requested.value!r} can't run this layer: {verdict.reason}"
-            )
+            raise ValueError(f"moe_backend={requested.value!r} can't run this layer: {verdict.reason}")
         _log_choice(requested, (requested,), ())
         return requested, backend_class(requested)
 
@@ -187,9 +179,7 @@ def select_w4a8_int8_moe_backend(
     )
 
 
-def explain(
-    config: MoEConfig, weight_key: QuantKey, activation_key: QuantKey | None = None
-) -> Verdicts:
+def explain(config: MoEConfig, weight_key: QuantKey, activation_key: QuantKey | None = None) -> Verdicts:
     """Every backend's answer about a layer: the platform's in order of preference, then the others.
 
     ``print(explain(...))`` shows a line per backend. ``config.moe_backend`` makes no difference.
@@ -201,14 +191,10 @@ def explain(
     config = _resolved(config, weight_key, activation_key)
     listed = priority_backends(str(config.platform))
     rest = [backend for backend in W4A8Int8MoeBackend if backend not in listed]
-    return Verdicts(
-        _judge(backend, config, weight_key, activation_key) for backend in (*listed, *rest)
-    )
+    return Verdicts(_judge(backend, config, weight_key, activation_key) for backend in (*listed, *rest))
 
 
-def resolve_backend(
-    name: str | W4A8Int8MoeBackend = "auto", platform: str | None = None
-) -> type[Backend]:
+def resolve_backend(name: str | W4A8Int8MoeBackend = "auto", platform: str | None = None) -> type[Backend]:
     """The class that runs here, by the platform alone: cheap enough to ask on every trace.
 
     Args:

@@ -99,9 +99,7 @@ def _infer_group_size(in_features: int, groups: int) -> int:
     if groups > 1 and in_features % groups == 0 and (in_features // groups) % GROUP_MULTIPLE == 0:
         return in_features // groups
     fits = [
-        g
-        for g in range(GROUP_MULTIPLE, in_features, GROUP_MULTIPLE)
-        if num_groups(g, in_features) == groups
+        g for g in range(GROUP_MULTIPLE, in_features, GROUP_MULTIPLE) if num_groups(g, in_features) == groups
     ]
     if len(fits) == 1:
         return fits[0]
@@ -150,9 +148,7 @@ class QuantizedTensor:
         if codes.dtype not in (jnp.dtype(jnp.int8), jnp.dtype(jnp.int4)):
             raise TypeError(f"{name}.codes must be int8 or int4, got {codes.dtype}")
         if scale.dtype not in (*SCALE_DTYPES, jnp.dtype(jnp.float16)):
-            raise TypeError(
-                f"{name}.scale must be float32, bfloat16 or float16, got {scale.dtype}"
-            )
+            raise TypeError(f"{name}.scale must be float32, bfloat16 or float16, got {scale.dtype}")
         if codes.ndim < 2:
             raise ValueError(f"{name}.codes must be [..., N, K], got shape {tuple(codes.shape)}")
         size = normalize_group_size(self.group_size, codes.shape[-1])
@@ -172,18 +168,14 @@ def _check_values(codes: Any, scale: Any, name: str) -> None:
     low, high = (0, 0) if codes.dtype == jnp.int4 else (int(codes.min()), int(codes.max()))
     if low < CODE_MIN or high > CODE_MAX:
         worst = low if low < CODE_MIN else high
-        raise ValueError(
-            f"{name}.codes must lie in [{CODE_MIN}, {CODE_MAX}], found the value {worst}"
-        )
+        raise ValueError(f"{name}.codes must lie in [{CODE_MIN}, {CODE_MAX}], found the value {worst}")
     if not bool(np.isfinite(np.asarray(scale, np.float32)).all()):
         raise ValueError(f"{name}.scale holds NaN or infinity")
 
 
 def weight_key(group_size: int, scale_dtype: DTypeLike) -> QuantKey:
     """The weights' part of a W4A8 scheme: INT4, symmetric, groups of ``group_size`` (-1: channel-wise)."""
-    return QuantKey(
-        jnp.dtype(jnp.int4), jnp.dtype(scale_dtype), GroupShape.from_group_size(group_size)
-    )
+    return QuantKey(jnp.dtype(jnp.int4), jnp.dtype(scale_dtype), GroupShape.from_group_size(group_size))
 
 
 def _group_view(x: jax.Array, group_size: int, groups: int) -> jax.Array:

@@ -238,7 +238,7 @@ def pack_linear(weights: QuantizedTensor, bias: Any = None) -> LinearWeights:
 
 
 def unpack_linear(weights: LinearWeights) -> tuple[QuantizedTensor, jax.Array]:
-    """The inverse of :func:`pack_linear`: codes and scales as they went in, and the float32 bias ``[..., N]``.
+    """The inverse of :func:`pack_linear`: codes and scales as they went in, the bias as float32 ``[..., N]``.
 
     Scales that came as float16 come back as float32.
     """
@@ -301,14 +301,11 @@ def pack_experts(
     _check_weights(w13, "w13")
     _check_weights(w2, "w2")
     if len(w13.shape) != 3 or len(w2.shape) != 3:
-        raise ValueError(
-            f"w13 must be [E, 2I, H] and w2 [E, H, I], got shapes {w13.shape} and {w2.shape}"
-        )
+        raise ValueError(f"w13 must be [E, 2I, H] and w2 [E, H, I], got shapes {w13.shape} and {w2.shape}")
     experts, hidden, intermediate = w2.shape
     if w13.shape != (experts, 2 * intermediate, hidden):
         raise ValueError(
-            f"w13 must have shape {(experts, 2 * intermediate, hidden)} to fit w2 {w2.shape}, "
-            f"got {w13.shape}"
+            f"w13 must have shape {(experts, 2 * intermediate, hidden)} to fit w2 {w2.shape}, got {w13.shape}"
         )
     if experts == 0:
         raise ValueError("w13 and w2 must hold at least one expert, got E = 0")

@@ -180,7 +180,7 @@ def test_donated_tokens():
     donating = jax.jit(w4a8.fused_experts, donate_argnums=0)
     given = jnp.array(x)
     _same(donating(given, weights, ids, _experts()), expected)
-    with pytest.raises(RuntimeError, match="deleted|donated"):
+    with pytest.raises(RuntimeError, match=r"deleted|donated"):
         np.asarray(given)
 
 
@@ -405,7 +405,7 @@ class TestInstructionSet:
         with w4a8.using_instruction_set("portable"):
             assert w4a8.instruction_set() == "portable"
         assert w4a8.instruction_set() == best
-        with pytest.raises(ValueError, match="instruction set must be one of .*'mmx'"):
+        with pytest.raises(ValueError, match=r"instruction set must be one of .*'mmx'"):
             w4a8.set_instruction_set("mmx")
 
     def test_thread_limit_is_checked(self):

@@ -60,9 +60,7 @@ class ExpertOptions:
 def check_activation_scheme(scheme: str) -> None:
     """Raises ValueError unless ``scheme`` is one of :data:`ACTIVATION_SCHEMES`."""
     if scheme not in ACTIVATION_SCHEMES:
-        raise ValueError(
-            f"activation_scheme must be one of {list(ACTIVATION_SCHEMES)}, got {scheme!r}"
-        )
+        raise ValueError(f"activation_scheme must be one of {list(ACTIVATION_SCHEMES)}, got {scheme!r}")
 
 
 def check_tokens(x: ArrayLike, features: int, name: str = "x") -> jax.Array:
@@ -161,9 +159,7 @@ class Backend(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def linear(
-        cls, x: jax.Array, weights: LinearWeights, activation_scheme: str
-    ) -> jax.Array:
+    def linear(cls, x: jax.Array, weights: LinearWeights, activation_scheme: str) -> jax.Array:
         """``[T, out]`` in the dtype of ``x``."""
 
 
@@ -227,8 +223,7 @@ def _computation_reason(config: MoEConfig) -> str | None:
         return f"activation must be one of {list(ACTIVATIONS)}, got {activation!r}"
     if config.activation_scheme not in ACTIVATION_SCHEMES:
         return (
-            f"activation_scheme must be one of {list(ACTIVATION_SCHEMES)}, "
-            f"got {config.activation_scheme!r}"
+            f"activation_scheme must be one of {list(ACTIVATION_SCHEMES)}, got {config.activation_scheme!r}"
         )
     return None
 
@@ -239,10 +234,7 @@ def _weight_reason(key: QuantKey) -> str | None:
     if not key.symmetric:
         return "weights must be symmetric, got asymmetric ones (with zero points)"
     if _as_dtype(key.scale_dtype) not in WEIGHT_SCALE_DTYPES:
-        return (
-            "weight scales must be bfloat16, float16 or float32, "
-            f"got {_dtype_name(key.scale_dtype)}"
-        )
+        return f"weight scales must be bfloat16, float16 or float32, got {_dtype_name(key.scale_dtype)}"
     row, col = key.group_shape
     if (row, col) != (-1, 1) and (row != 1 or col < 1 or col % GROUP_MULTIPLE):
         return (
@@ -258,10 +250,7 @@ def _activation_reason(key: QuantKey | None) -> str | None:
     if _as_dtype(key.dtype) != jnp.int8:
         return f"activations must be int8, got {_dtype_name(key.dtype)}"
     if tuple(key.group_shape) != (1, -1):
-        return (
-            "activations must be quantised per token, group_shape (1, -1), "
-            f"got {tuple(key.group_shape)}"
-        )
+        return f"activations must be quantised per token, group_shape (1, -1), got {tuple(key.group_shape)}"
     return None
 
 
@@ -275,8 +264,5 @@ def _parallel_reason(config: MoEConfig, group: int) -> str | None:
         return f"intermediate_size = {intermediate} can't be split over tp_size = {tp_size}"
     shard = intermediate // tp_size
     if tp_size > 1 and shard % group:
-        return (
-            f"intermediate_size / tp_size = {shard} must be a multiple of the group size, "
-            f"got g = {group}"
-        )
+        return f"intermediate_size / tp_size = {shard} must be a multiple of the group size, got g = {group}"
     return None

@@ -60,7 +60,9 @@ def _define(
     return primitive
 
 
-def _loop_over_batch(primitive: Primitive, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+def _loop_over_batch(
+    primitive: Primitive, operands: Sequence[Any], dims: Sequence[Any], **params: Any
+) -> Any:
     """Batches one element at a time; operands without a batch axis are shared, never copied."""
     mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True) if d is not None]
 
@@ -122,9 +124,7 @@ def _apply_reference(
     return XLAExperts.apply_experts(x, on_input, ids, experts, options)
 
 
-def _linear_reference(
-    x: jax.Array, *leaves: jax.Array, structure: Any, activation_scheme: str
-) -> jax.Array:
+def _linear_reference(x: jax.Array, *leaves: jax.Array, structure: Any, activation_scheme: str) -> jax.Array:
     return XLAExperts.linear(x, jax.tree.unflatten(structure, leaves), activation_scheme)
 
 
@@ -159,9 +159,7 @@ linear_p = _define(
     "linear",
     _linear_shape,
     _linear_reference,
-    lambda structure, activation_scheme: {
-        "symmetric": ffi.attribute(activation_scheme == "symmetric")
-    },
+    lambda structure, activation_scheme: {"symmetric": ffi.attribute(activation_scheme == "symmetric")},
 )
 _batch_by_tokens(fused_experts_p, 3)
 _batch_by_tokens(apply_experts_p, 3)

@@ -57,14 +57,12 @@ def quantize_rows(x: jax.Array, scheme: str) -> QuantizedRows:
         scale = jnp.where(usable, 1 / factor, 0)
         smallest = -128
     codes = jnp.where(usable, jnp.clip(jnp.round(x * factor) + zero, smallest, 127), 0)
-    return QuantizedRows(
-        codes.astype(jnp.int8), zero[:, 0], jnp.where(finite, scale, jnp.nan)[:, 0]
-    )
+    return QuantizedRows(codes.astype(jnp.int8), zero[:, 0], jnp.where(finite, scale, jnp.nan)[:, 0])
 
 
 def _matmul(rows: QuantizedRows, weights: LinearWeights) -> jax.Array:
     """Rule 3 of the contract: float32 ``[M, 16 * NB]``, filled-up channels included."""
-    blocks, groups, _ = weights.codes.shape
+    groups = weights.codes.shape[1]
     width = weights.group_width
     tensor, _ = unpack_linear(_without_filling(weights))
     codes = tensor.codes.reshape(-1, groups, width)
@@ -113,9 +111,7 @@ def _expert(x: jax.Array, experts: ExpertWeights, options: ExpertOptions) -> jax
     scheme = options.activation_scheme
     hidden = _matmul(quantize_rows(x, scheme), experts.w13)
     pairs = hidden.reshape(x.shape[0], -1, 2, 16)
-    gate, up = (
-        pairs[:, :, side].reshape(x.shape[0], -1)[:, : experts.intermediate_size] for side in (0, 1)
-    )
+    gate, up = (pairs[:, :, side].reshape(x.shape[0], -1)[:, : experts.intermediate_size] for side in (0, 1))
     inner = activate(gate, up, options.activation)
     return _matmul(quantize_rows(inner, scheme), experts.w2)[:, : experts.hidden_size]
 
