@@ -43,6 +43,7 @@ def linear(
         raise ValueError(
             f"weights must have no leading axes (codes [NB, G, bytes]), got {weights.codes.shape}"
         )
+    weights.check("weights", ())
     check_activation_scheme(activation_scheme)
     array = check_tokens(x, weights.in_features)
     rows = array.reshape(math.prod(array.shape[:-1]), array.shape[-1])

@@ -22,16 +22,16 @@ from jax_w4a8.weights import ExpertWeights
 
 
 def _check_ids(ids: ArrayLike, lead: tuple[int, ...], name: str = "ids") -> jax.Array:
-    array = jnp.asarray(ids)
+    # Host integers may be wider than jax's: a wide id must not wrap round to a valid one on its way in.
+    array = ids if isinstance(ids, jax.Array) else np.asarray(ids)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name} must be an integer array, got {array.dtype}")
     if array.ndim != len(lead) + 1 or array.shape[:-1] != lead or array.shape[-1] < 1:
         raise ValueError(f"{name} must have shape {(*lead, 'k')}, k >= 1, got {array.shape}")
-    if array.dtype.itemsize >= 4 and array.dtype != jnp.int32:
-        # A wide id must not wrap round to a valid one.
-        limits = jnp.iinfo(jnp.int32)
-        array = jnp.clip(array, max(limits.min, jnp.iinfo(array.dtype).min), limits.max)
-    return array.astype(jnp.int32)
+    if array.dtype.itemsize >= 4 and array.dtype != np.int32:
+        limits = np.iinfo(np.int32)
+        array = array.clip(max(limits.min, int(jnp.iinfo(array.dtype).min)), limits.max)
+    return jnp.asarray(array, jnp.int32)
 
 
 def _check_router_weights(weights: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
@@ -48,7 +48,9 @@ def _check_experts(experts: ExpertWeights) -> ExpertWeights:
         raise TypeError(
             f"experts must be ExpertWeights (see jax_w4a8.pack_experts), got {type(experts).__name__}"
         )
-    return jax.tree.map(jnp.asarray, experts)
+    experts.check()
+    packed: ExpertWeights = jax.tree.map(jnp.asarray, experts)
+    return packed
 
 
 def _options(
@@ -56,6 +58,8 @@ def _options(
 ) -> ExpertOptions:
     if isinstance(activation, str):
         activation = Activation(activation)
+    if not isinstance(activation, Activation):
+        raise TypeError(f"activation must be a name or an Activation, got {activation!r}")
     if apply_router_weight_on_input and k != 1:
         raise ValueError(f"apply_router_weight_on_input needs top_k = 1, got {k}")
     return ExpertOptions(activation, activation_scheme, bool(apply_router_weight_on_input))
@@ -144,7 +148,10 @@ def apply_experts(
     k = ids.shape[-1]
     options = _options(activation, activation_scheme, apply_router_weight_on_input, k)
     if (weights is not None) != options.apply_router_weight_on_input:
-        raise ValueError("weights must be given exactly when apply_router_weight_on_input is set")
+        came = "None" if weights is None else "weights without it"
+        raise ValueError(
+            f"weights must be given exactly when apply_router_weight_on_input is set, got {came}"
+        )
     tokens = math.prod(x.shape[:-1])
     if weights is not None:
         weights = _check_router_weights(weights, ids.shape).reshape(tokens, k)
@@ -218,6 +225,7 @@ def moe(
     Raises:
       As :func:`jax_w4a8.route` and :func:`fused_experts`.
     """
+    experts = _check_experts(experts)
     x = check_tokens(x, experts.hidden_size)
     logits = jnp.asarray(router_logits)
     if logits.shape != (*x.shape[:-1], experts.num_experts):

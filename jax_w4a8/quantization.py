@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 CODE_MIN, CODE_MAX = -8, 7
@@ -126,6 +127,9 @@ class QuantizedTensor:
 
     def __post_init__(self) -> None:
         if self.group_size is None:
+            for name, array in (("codes", self.codes), ("scale", self.scale)):
+                if np.ndim(array) < 2:
+                    raise ValueError(f"{name} must have at least two axes, got shape {np.shape(array)}")
             group_size = _infer_group_size(self.codes.shape[-1], self.scale.shape[-1])
             object.__setattr__(self, "group_size", group_size)
 
@@ -151,6 +155,8 @@ class QuantizedTensor:
             raise TypeError(f"{name}.scale must be float32, bfloat16 or float16, got {scale.dtype}")
         if codes.ndim < 2:
             raise ValueError(f"{name}.codes must be [..., N, K], got shape {tuple(codes.shape)}")
+        if codes.shape[-1] == 0:
+            raise ValueError(f"{name}.codes must have at least one input, got shape {tuple(codes.shape)}")
         size = normalize_group_size(self.group_size, codes.shape[-1])
         expected = (*codes.shape[:-1], num_groups(size, codes.shape[-1]))
         if tuple(scale.shape) != expected:
@@ -184,6 +190,14 @@ def _group_view(x: jax.Array, group_size: int, groups: int) -> jax.Array:
     padding = groups * width - x.shape[-1]
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)])
     return padded.reshape(*x.shape[:-1], groups, width)
+
+
+def _divide(x: jax.Array, y: jax.Array) -> jax.Array:
+    """``x / y``, correctly rounded: the largest magnitude lies just between two codes.
+
+    The barrier keeps XLA from multiplying by a reciprocal of what it sees was broadcast.
+    """
+    return x / lax.optimization_barrier(y)
 
 
 def quantize(
@@ -221,11 +235,12 @@ def quantize(
         raise ValueError("w holds NaN or infinity")
     k = array.shape[-1]
     groups = _group_view(array.astype(jnp.float32), size, num_groups(size, k))
-    scale = (jnp.abs(groups).max(axis=-1) / 7.5).astype(scale_dtype)
-    divisor = scale.astype(jnp.float32)[..., None]
-    ratio = jnp.where(divisor > 0, groups / jnp.where(divisor > 0, divisor, 1), 0)
-    codes = jnp.clip(jnp.round(ratio), CODE_MIN, CODE_MAX).astype(jnp.int8)
-    codes = codes.reshape(*array.shape[:-1], -1)[..., :k]
+    largest = jnp.abs(groups).max(axis=-1)
+    scale = _divide(largest, jnp.full_like(largest, 7.5)).astype(scale_dtype)
+    divisor = jnp.broadcast_to(scale.astype(jnp.float32)[..., None], groups.shape)
+    ratio = _divide(groups, jnp.where(divisor > 0, divisor, 1))
+    codes = jnp.clip(jnp.round(jnp.where(divisor > 0, ratio, 0)), CODE_MIN, CODE_MAX).astype(jnp.int8)
+    codes = codes.reshape(*array.shape[:-1], math.prod(groups.shape[-2:]))[..., :k]
     return QuantizedTensor(codes, scale, size)
 
 
@@ -239,4 +254,4 @@ def dequantize(weights: QuantizedTensor) -> jax.Array:
     codes = jnp.asarray(weights.codes).astype(jnp.float32)
     scale = jnp.asarray(weights.scale).astype(jnp.float32)
     groups = _group_view(codes, weights.group_size, scale.shape[-1]) * scale[..., None]
-    return groups.reshape(*codes.shape[:-1], -1)[..., : codes.shape[-1]]
+    return groups.reshape(*codes.shape[:-1], math.prod(groups.shape[-2:]))[..., : codes.shape[-1]]

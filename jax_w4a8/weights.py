@@ -20,6 +20,7 @@ import numpy as np
 from jax_w4a8.quantization import (
     CHANNELWISE,
     GROUP_MULTIPLE,
+    SCALE_DTYPES,
     QuantizedTensor,
     QuantKey,
     normalize_group_size,
@@ -73,6 +74,26 @@ class LinearWeights:
         """The scheme's name, as the oracle takes it."""
         return weight_key(self.group_size, self.scale.dtype)
 
+    def check(self, name: str, lead: tuple[int, ...]) -> None:
+        """Raises TypeError or ValueError, naming the array at fault, unless the arrays are a packed ``lead``
+        stack of matrices of these sizes.
+        """
+        channels = (*lead, num_blocks(self.out_features))
+        groups = num_groups(self.group_size, self.in_features)
+        expected = {
+            "codes": ((*channels, groups, BLOCK_INPUTS * self.group_width), (np.dtype(np.uint8),)),
+            "scale": ((*channels, groups, BLOCK_CHANNELS), SCALE_DTYPES),
+            "scaled_sum": ((*channels, BLOCK_CHANNELS), (np.dtype(np.float32),)),
+            "bias": ((*channels, BLOCK_CHANNELS), (np.dtype(np.float32),)),
+        }
+        for part, (shape, dtypes) in expected.items():
+            array = getattr(self, part)
+            if tuple(array.shape) != shape:
+                raise ValueError(f"{name}.{part} must have shape {shape}, got {tuple(array.shape)}")
+            if array.dtype not in dtypes:
+                names = " or ".join(str(dtype) for dtype in dtypes)
+                raise TypeError(f"{name}.{part} must be {names}, got {array.dtype}")
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +133,15 @@ class ExpertWeights:
     def key(self) -> QuantKey:
         """The scheme's name, as the oracle takes it."""
         return self.w13.key()
+
+    def check(self) -> None:
+        """Raises TypeError or ValueError, naming the array at fault, unless both parts hold E matrices."""
+        if len(self.w13.codes.shape) != 4:
+            raise ValueError(
+                f"w13.codes must have shape [E, blocks, groups, bytes], got {tuple(self.w13.codes.shape)}"
+            )
+        self.w13.check("w13", (self.num_experts,))
+        self.w2.check("w2", (self.num_experts,))
 
 
 def _group_width(group_size: int, in_features: int) -> int:

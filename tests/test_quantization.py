@@ -323,7 +323,13 @@ BAD_TENSORS = {
         TypeError,
         "codes must be int8 .* got float32",
     ),
-    "dtype of scale": (every_code(), SCALE.astype(int), -1, TypeError, "scale must be float32, .* got int64"),
+    "dtype of scale": (
+        every_code(),
+        SCALE.astype(np.int32),
+        -1,
+        TypeError,
+        "scale must be float32, .* got int32",
+    ),
     "double scale": (
         every_code(),
         SCALE.astype(float),
@@ -375,13 +381,18 @@ BAD_TENSORS = {
 }
 
 
-@pytest.mark.parametrize("on_device", [False, True], ids=["numpy", "jax"])
-@pytest.mark.parametrize("kind", BAD_TENSORS)
+@pytest.mark.parametrize(
+    ("kind", "on_device"),
+    [
+        (kind, on_device)
+        for kind in BAD_TENSORS
+        for on_device in (False, True)
+        if "double" not in kind or not on_device
+    ],
+)
 def test_tensors_are_checked(kind, on_device):
     codes, scale, group_size, error, message = BAD_TENSORS[kind]
     if on_device:
-        if {np.dtype(codes.dtype), np.dtype(scale.dtype)} & {np.dtype(np.int64), np.dtype(np.float64)}:
-            pytest.skip("there are no such arrays on a device")
         codes, scale = jnp.asarray(codes), jnp.asarray(scale)
     tensor = QuantizedTensor(codes, scale, group_size)
     with pytest.raises(error, match=f"^weights.{message}"):

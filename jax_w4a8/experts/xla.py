@@ -49,6 +49,7 @@ def quantize_rows(x: jax.Array, scheme: str) -> QuantizedRows:
         smallest = -127
     else:
         extent = high - low
+        finite = finite & jnp.isfinite(extent)
         usable = extent >= SMALLEST_RANGE
         factor = 255 / jnp.where(usable, extent, 1)
         below, above = low * factor, high * factor
@@ -103,7 +104,10 @@ def activate(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Arra
         gate = jnp.minimum(gate, limit)
         up = jnp.clip(up, -limit, limit)
         return (up + 1) * (gate * jax.nn.sigmoid(activation.alpha * gate))
-    return jax.nn.gelu(gate, approximate=activation.kind == "gelu_tanh") * up
+    if activation.kind == "gelu_tanh":
+        # 0.5 (1 + tanh(y)) = sigmoid(2 y), without the cancellation.
+        return gate * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)) * up
+    return jax.nn.gelu(gate, approximate=False) * up
 
 
 def _expert(x: jax.Array, experts: ExpertWeights, options: ExpertOptions) -> jax.Array:

@@ -84,6 +84,7 @@ static inline RowScheme ChooseScheme(const RowRange& range, bool symmetric) {
   const float magnitude = -range.low > range.high ? -range.low : range.high;
   const float extent = symmetric ? magnitude : range.high - range.low;
   if (!(extent >= kSmallestRange)) return {0, 0, 0, 0};
+  if (extent == INFINITY) return {0, 0, NAN, 0};  // of finite values too far apart
   return symmetric ? SymmetricScheme(magnitude) : AsymmetricScheme(range);
 }
 
@@ -124,11 +125,11 @@ static void QuantizeRow(const float* x, int64_t n, float factor, bool symmetric,
 // ---------------------------------------------------------------------------------------------------------
 // Activations (rule 4).
 
-// e^x to 2 ulp for x of [-87, 88]; x beyond is clamped. NaN stays NaN.
+// e^x to 2 ulp for x of [-87, 88]; e^-87 below, infinity above. NaN stays NaN.
 template <class V>
 static inline typename V::F Exp(typename V::F x) {
   // Operand order matters: Min and Max return their second operand when one is NaN.
-  x = V::Max(V::Set(-87.0f), V::Min(V::Set(88.0f), x));
+  x = V::Max(V::Set(-87.0f), V::Min(V::Set(89.0f), x));
   const typename V::F n = V::Rint(V::Mul(x, V::Set(0x1.715476p+0f)));
   typename V::F r = V::Fma(n, V::Set(-0x1.62e4p-1f), x);
   r = V::Fma(n, V::Set(-0x1.7f7d1cp-20f), r);
@@ -139,7 +140,7 @@ static inline typename V::F Exp(typename V::F x) {
   p = V::Fma(p, r, V::Set(0.5f));
   p = V::Fma(p, V::Mul(r, r), r);
   p = V::Add(p, V::Set(1.0f));
-  return V::MulPow2(p, n);
+  return V::MulPow2(p, n);  // n of [-126, 128]
 }
 
 template <class V>

@@ -83,7 +83,7 @@ struct Portable {
   static inline F Rint(F a) {
     return Map([&](int i) { return rintf(a.lane[i]); });
   }
-  // a * 2^n, n whole and of [-126, 127]; NaN for a NaN, whatever n.
+  // a * 2^n, n whole and of [-126, 127]; infinity for n = 128; NaN for a NaN, whatever n.
   static inline F MulPow2(F a, F n) {
     return Map([&](int i) {
       const int32_t exponent = n.lane[i] == n.lane[i] ? static_cast<int32_t>(n.lane[i]) : 0;
