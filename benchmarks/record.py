@@ -25,7 +25,7 @@ RUNS: dict[str, str] = {
     "qwen3-30b-a3b-g128-avx2": "--group-size 128 --tokens 1 1024 --instruction-set avx2",
     "qwen3-30b-a3b-g128-1thread": "--group-size 128 --tokens 1 1024 --threads 1",
     "qwen3-30b-a3b-g128-baselines": (
-        "--group-size 128 --tokens 1 16 256 --layers 1 --repetitions 3 --baseline xla ragged_dot"
+        "--group-size 128 --tokens 1 16 --layers 1 --repetitions 3 --baseline xla ragged_dot"
     ),
     "olmoe-g128": "--shape olmoe --tokens 1 16 1024",
     "gpt-oss-20b-g32": "--shape gpt-oss-20b --group-size 32 --tokens 1 16 1024",

@@ -97,7 +97,8 @@ def fused_experts(
     Raises:
       TypeError, ValueError: an argument has the wrong type, dtype, shape or value, or the backend asked for
         can't run here.
-      jax.errors.JaxRuntimeError: an expert id is out of range (native backend, at run time).
+      jax.errors.JaxRuntimeError, ValueError: an expert id is out of range (native backend, at run time; which
+        of the two depends on how JAX dispatched the call).
     """
     experts = _check_experts(experts)
     x = check_tokens(x, experts.hidden_size)
@@ -129,7 +130,7 @@ def apply_experts(
     backend: str = "auto",
 ) -> jax.Array:
     """Each slot's expert output before the combine: ``combine(apply_experts(...), weights, dtype=x.dtype)``
-    equals :func:`fused_experts` bit for bit.
+    equals :func:`fused_experts` bit for bit, for finite weights.
 
     Args:
       x, ids, experts, activation, activation_scheme, backend: as for :func:`fused_experts`.

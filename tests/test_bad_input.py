@@ -282,6 +282,9 @@ PACK_EXPERTS = {
 ACTIVATION = {
     "kind": (lambda: Activation("relu"), "activation", ACTIVATIONS, "'relu'"),
     "limit 0": (lambda: Activation("swigluoai", limit=0), "limit", "positive or None", "0"),
+    "limit text": (lambda: Activation("swigluoai", limit="7"), "limit", "a number", "'7'"),
+    "alpha text": (lambda: Activation("swigluoai", alpha="x"), "alpha", "a number", "'x'"),
+    "alpha NaN": (lambda: Activation("swigluoai", alpha=np.nan), "alpha", "finite", "nan"),
     "limit NaN": (lambda: Activation("swigluoai", limit=np.nan), "limit", "positive or None", "nan"),
 }
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 import numbers
 from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from jax_w4a8.quantization import GROUP_MULTIPLE, SCALE_DTYPES, QuantKey
@@ -41,6 +43,12 @@ class Activation:
     def __post_init__(self) -> None:
         if self.kind not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {list(ACTIVATIONS)}, got {self.kind!r}")
+        for name in ("alpha", "limit"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float | np.number) and not (name == "limit" and value is None):
+                raise TypeError(f"{name} must be a number, got {value!r}")
+        if not math.isfinite(self.alpha):
+            raise ValueError(f"alpha must be finite, got {self.alpha}")
         if self.limit is not None and not self.limit > 0:
             raise ValueError(f"limit must be positive or None, got {self.limit}")
 
