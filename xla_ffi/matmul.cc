@@ -52,12 +52,32 @@ QuantizedRows TakeQuantizedRows(ScratchLayout& layout, int64_t rows, const Packe
   return out;
 }
 
-TileScratch* TakeTileScratch(ScratchLayout& layout, int threads) {
-  return layout.Take<TileScratch>(threads);
+TileScratch::TileScratch(ScratchLayout& layout, const Kernels& kernels, int threads, int64_t inputs)
+    : parts_(layout.Take<Part>(threads)) {
+  if (!kernels.arrange_rows) return;
+  row_tiles_bytes_ = kMostRows * inputs;
+  row_tiles_ = layout.Take<int8_t>(threads * row_tiles_bytes_);
+}
+
+void TileScratch::Forget(int threads) const {
+  for (int worker = 0; worker < threads; ++worker) parts_[worker].arranged = -1;
+}
+
+void TileScratch::Prepare(const Kernels& kernels, const WorkItem& item, int worker,
+                          MatmulArgs* args) const {
+  Part& part = parts_[worker];
+  args->panel = part.panel;
+  args->state = part.state;
+  if (!kernels.arrange_rows) return;
+  args->row_tiles = row_tiles_ + worker * row_tiles_bytes_;
+  if (part.arranged == item.run.begin) return;  // another range of blocks meets the same rows
+  kernels.arrange_rows(*args);
+  part.arranged = item.run.begin;
 }
 
 void RunMatmul(Team& team, const Kernels& kernels, const MatmulArgs& common,
-               const std::vector<WorkItem>& items, TileScratch* tiles) {
+               const std::vector<WorkItem>& items, const TileScratch& tiles) {
+  tiles.Forget(team.threads());
   team.ForEach(static_cast<int64_t>(items.size()), [&](int64_t number, int worker) {
     const WorkItem& item = items[static_cast<size_t>(number)];
     MatmulArgs args = common;
@@ -67,8 +87,7 @@ void RunMatmul(Team& team, const Kernels& kernels, const MatmulArgs& common,
     args.row_count = item.run.count;
     args.row_index = common.row_index + item.run.begin;
     args.out_index = common.out_index + item.run.begin;
-    args.panel = tiles[worker].panel;
-    args.state = tiles[worker].state;
+    tiles.Prepare(kernels, item, worker, &args);
     kernels.matmul(args);
   });
 }
@@ -94,12 +113,12 @@ bool RunLinear(const LinearCall& call, const Kernels& kernels, Team& team) {
   QuantizedRows q;
   float* floats = nullptr;
   int32_t* identity = nullptr;
-  TileScratch* tiles = nullptr;
+  TileScratch tiles;
   const auto lay_out = [&](ScratchLayout layout) {
     q = TakeQuantizedRows(layout, call.rows, w);
     floats = layout.Take<float>(team.threads() * floats_stride);
     identity = layout.Take<int32_t>(call.rows);
-    tiles = TakeTileScratch(layout, team.threads());
+    tiles = TileScratch(layout, kernels, team.threads(), w.inputs());
     return layout.size();
   };
   const Scratch scratch(lay_out(ScratchLayout()));

@@ -35,18 +35,33 @@ void PlanWork(const PackedMatrix& weights, const std::vector<RowRun>& runs, int 
 // Quantised rows in scratch; `inputs` of the matrix they will meet.
 QuantizedRows TakeQuantizedRows(ScratchLayout& layout, int64_t rows, const PackedMatrix& weights);
 
-// What one worker's products work in.
-struct alignas(64) TileScratch {
-  uint8_t panel[kPanelBytes];
-  TileState state[kMostRows];
-};
+// What the products of all workers work in, each in its own part.
+class TileScratch {
+ public:
+  TileScratch() = default;
+  // For products with at most `inputs` inputs.
+  TileScratch(ScratchLayout& layout, const Kernels& kernels, int threads, int64_t inputs);
 
-TileScratch* TakeTileScratch(ScratchLayout& layout, int threads);
+  // Fills in the scratch of `args` for `worker`, and has the rows of `item` arranged there.
+  void Prepare(const Kernels& kernels, const WorkItem& item, int worker, MatmulArgs* args) const;
+  // Rows of other products will follow.
+  void Forget(int threads) const;
+
+ private:
+  struct alignas(64) Part {
+    uint8_t panel[2 * kPanelBytes];
+    TileState state[kMostRows];
+    int64_t arranged;  // where the run of the rows in row_tiles begins, or -1
+  };
+  Part* parts_ = nullptr;
+  int8_t* row_tiles_ = nullptr;
+  int64_t row_tiles_bytes_ = 0;
+};
 
 // Runs `items`, each with its matrix, rows and target filled into a copy of `common`. `row_index`
 // and `out_index` of `common` are those of the whole list.
 void RunMatmul(Team& team, const Kernels& kernels, const MatmulArgs& common,
-               const std::vector<WorkItem>& items, TileScratch* tiles);
+               const std::vector<WorkItem>& items, const TileScratch& tiles);
 
 // Calls body(begin, end, worker) over [0, count) in pieces that are worth a thread's while when one
 // element costs `cost` (about a nanosecond each).

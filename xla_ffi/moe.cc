@@ -2,6 +2,7 @@
 
 #include <string.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "matmul.h"
@@ -26,7 +27,8 @@ class Pass {
     token_ = layout.Take<int32_t>(slots_);
     floats_stride_ = (call_.hidden + 15) / 16 * 16;
     floats_ = layout.Take<float>(team_.threads() * floats_stride_);
-    tiles_ = TakeTileScratch(layout, team_.threads());
+    tiles_ = TileScratch(layout, kernels_, team_.threads(),
+                         std::max(call_.w13.inputs(), call_.w2.inputs()));
     if (!call_.slots) outputs_ = layout.Take<float>(slots_ * call_.hidden);
     return layout.size();
   }
@@ -125,7 +127,7 @@ class Pass {
   int32_t* token_ = nullptr;       // their tokens
   float* floats_ = nullptr;        // [threads, floats_stride_]
   int64_t floats_stride_ = 0;
-  TileScratch* tiles_ = nullptr;
+  TileScratch tiles_;
   float* outputs_ = nullptr;  // [slots, hidden]
   int64_t present_ = 0;       // slots with an expert
   std::vector<RowRun> runs_;

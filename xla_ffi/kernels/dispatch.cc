@@ -9,6 +9,10 @@
 
 #ifdef JAX_W4A8_X86_64
 #include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 namespace jax_w4a8 {
@@ -18,6 +22,7 @@ namespace {
 struct CpuFeatures {
   bool avx2 = false;
   bool avx512_vnni = false;
+  bool amx_int8 = false;
 };
 
 // Bits of XCR0: the register state that the operating system saves on a context switch.
@@ -25,6 +30,16 @@ uint64_t SavedState() {
   uint32_t low, high;
   __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   return (static_cast<uint64_t>(high) << 32) | low;
+}
+
+// Linux gives a process tile registers when it asks; elsewhere nothing is known to give them.
+bool TilesGranted() {
+#ifdef __linux__
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
 }
 
 CpuFeatures Detect() {
@@ -40,17 +55,24 @@ CpuFeatures Detect() {
   constexpr uint32_t kAvx512 = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
   features.avx512_vnni = features.avx2 && (saved & kZmm) == kZmm && (b & kAvx512) == kAvx512 &&
                          (c & bit_AVX512VNNI) != 0;
+  constexpr uint64_t kTiles = 0x60000;
+  constexpr uint32_t kAmxTile = 1u << 24, kAmxInt8 = 1u << 25;
+  features.amx_int8 = features.avx512_vnni && (saved & kTiles) == kTiles && (c & bit_GFNI) != 0 &&
+                      (d & kAmxTile) != 0 && (d & kAmxInt8) != 0 && TilesGranted();
   return features;
 }
 #endif
 
 struct Usable {
-  const Kernels* tables[3];
+  const Kernels* tables[4];
   int count = 0;
 
   Usable() {
 #ifdef JAX_W4A8_X86_64
     const CpuFeatures features = Detect();
+#ifdef JAX_W4A8_AMX
+    if (features.amx_int8) tables[count++] = &kAmxKernels;
+#endif
     if (features.avx512_vnni) tables[count++] = &kAvx512Kernels;
     if (features.avx2) tables[count++] = &kAvx2Kernels;
 #endif

@@ -41,8 +41,9 @@ struct MatmulArgs {
   // Null for a plain product. Else blocks come in pairs (gate, up), and column block b / 2 of `out`
   // gets activation(gate, up).
   const Activation* activation;
-  uint8_t* panel;    // kPanelBytes of scratch, 64-byte aligned
-  TileState* state;  // kMostRows of scratch; row_count must not be above that
+  int8_t* row_tiles;  // the rows as Kernels::arrange_rows left them; unused where that is null
+  uint8_t* panel;     // two times kPanelBytes of scratch, 64-byte aligned
+  TileState* state;   // kMostRows of scratch; row_count must not be above that
 };
 
 struct Kernels {
@@ -57,6 +58,10 @@ struct Kernels {
                        const QuantizedRows& out);
 
   void (*matmul)(const MatmulArgs& args);
+
+  // Copies the rows of `args` to args.row_tiles (kMostRows * inputs bytes) in the order in which
+  // `matmul` reads them. Null where it reads them as they are.
+  void (*arrange_rows)(const MatmulArgs& args);
 
   // out[column] = sum over slots, ascending, of weights[slot] * slots[slot][column], rounded to
   // `dtype`. `slots` is [count, columns]. Null weights are ones. Where ids are given, slots of

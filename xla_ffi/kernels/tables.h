@@ -10,6 +10,9 @@ extern const Kernels kPortableKernels;
 #ifdef JAX_W4A8_X86_64
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
+#ifdef JAX_W4A8_AMX
+extern const Kernels kAmxKernels;
+#endif
 #endif
 
 }  // namespace jax_w4a8
