@@ -34,8 +34,6 @@ from jax_w4a8.models.plan import (
     plan_decoder,
 )
 from jax_w4a8.models.progress import Progress, loading_progress
-from jax_w4a8.quantization import QuantizedTensor
-from jax_w4a8.weights import pack_linear
 
 logger = logging.getLogger(__name__)
 
@@ -158,11 +156,13 @@ class _Builder:
         return RMSNorm(self._read(stored), self._config.norm_epsilon)
 
     def _linear(self, stored: StoredLinear) -> Linear:
+        if stored.scheme is not None:
+            packed = to_device(stored.read_packed())
+            self._advance(stored.nbytes)
+            return Linear(packed, None, self._options)
         bias = None if stored.bias is None else stored.bias.read()
         value = stored.read()
         self._advance(stored.nbytes)
-        if isinstance(value, QuantizedTensor):
-            return Linear(to_device(pack_linear(value, bias)), None, self._options)
         return Linear(to_device(value), to_device(bias), self._options)
 
     def _read(self, stored: StoredArray) -> jax.Array:
