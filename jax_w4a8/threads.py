@@ -36,8 +36,9 @@ def usable_threads() -> int:
 class Workers:
     """Threads for calls that release the interpreter's lock. They end with the ``with`` block."""
 
-    def __init__(self) -> None:
-        threads = usable_threads()
+    def __init__(self, threads: int | None = None) -> None:
+        """Without ``threads``, as many as this process may use; 1 runs calls on the calling thread."""
+        threads = usable_threads() if threads is None else threads
         self._pool = ThreadPoolExecutor(threads, "jax_w4a8") if threads > 1 else None
 
     def __enter__(self) -> Workers:

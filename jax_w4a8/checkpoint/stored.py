@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,12 @@ class StoredArray:
     def dtype_name(self) -> str:
         """safetensors' name of the dtype."""
         return self.files.headers[self.name].dtype
+
+    def read_whole(self, progress: Callable[[int], None]) -> np.ndarray[Any, Any]:
+        """As :meth:`read`; then ``progress`` is called with the bytes that it takes on disk."""
+        values = self.read()
+        progress(self.nbytes)
+        return values
 
     def read(self) -> np.ndarray[Any, Any]:
         """The values, in the checkpoint's dtype.
@@ -108,6 +115,25 @@ class StoredLinear:
         weights = self.read_unchecked()
         self.check_values(weights)
         return weights.unpack() if isinstance(weights, QuantizedWords) else weights
+
+    def read_whole(
+        self, progress: Callable[[int], None]
+    ) -> tuple[LinearWeights | np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
+        """Packed weights and None, or the floating point weight and its bias; numpy arrays.
+
+        Args:
+          progress: called at the end with the bytes that all tensors take on disk.
+
+        Raises:
+          CheckpointError: as :meth:`read`.
+        """
+        weight: LinearWeights | np.ndarray[Any, Any]
+        if self.weight is None:
+            weight, bias = self.read_packed(), None
+        else:
+            weight, bias = self.weight.read(), None if self.bias is None else self.bias.read()
+        progress(self.nbytes)
+        return weight, bias
 
     def read_packed(self) -> LinearWeights:
         """A quantised module, its bias included, packed for the kernels; numpy arrays.
