@@ -115,10 +115,12 @@ def run(jobs: Iterable[Job], workers: Workers | None = None) -> bool:
       jobs: their blocks don't overlap.
       workers: threads to use; None starts some for this call.
     """
-    calls = [call for job in jobs for call in job.calls()]
+    listed = list(jobs)
+    calls = [call for job in listed for call in job.calls()]
     if workers is not None:
         return all(workers.run(calls))
-    with Workers() as workers:
+    small = sum(job.blocks.codes.nbytes for job in listed) <= _CALL_BYTES
+    with Workers(1 if small else None) as workers:
         return all(workers.run(calls))
 
 
