@@ -10,3 +10,26 @@ def thread_limit() -> int: ...
 def release_scratch() -> int: ...
 def peak_probe(iterations: int) -> int: ...
 def read_probe(data: Any) -> int: ...
+def pack_codes(
+    rows: Any,
+    scales: Any,
+    scales_dtype: str,
+    inputs: int,
+    codes: Any,
+    scale: Any,
+    scale_dtype: str,
+    scaled_sum: Any,
+) -> bool: ...
+def pack_words(
+    rows: Any,
+    scales: Any,
+    scales_dtype: str,
+    inputs: int,
+    codes: Any,
+    scale: Any,
+    scale_dtype: str,
+    scaled_sum: Any,
+) -> bool: ...
+def pack_floats(
+    rows: Any, dtype: str, inputs: int, codes: Any, scale: Any, scale_dtype: str, scaled_sum: Any
+) -> bool: ...

@@ -10,6 +10,7 @@
 
 #include "handlers.h"
 #include "kernels/kernels.h"
+#include "pack_binding.h"
 #include "parallel.h"
 #include "scratch.h"
 
@@ -66,4 +67,5 @@ NB_MODULE(_native, m) {
   m.def("release_scratch", &jax_w4a8::ReleaseScratch);
   m.def("peak_probe", &PeakProbe, nb::call_guard<nb::gil_scoped_release>());
   m.def("read_probe", &ReadProbe);
+  jax_w4a8::BindPacking(m);
 }

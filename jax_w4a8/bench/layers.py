@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,56 +10,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from jax_w4a8.bench.machine import Limits
+from jax_w4a8.bench.random_weights import random_experts as random_experts
 from jax_w4a8.bench.shapes import LayerShape
-from jax_w4a8.buffers import aligned_empty, to_device
 from jax_w4a8.moe import fused_experts
-from jax_w4a8.quantization import CHANNELWISE, num_groups
-from jax_w4a8.weights import ExpertWeights, LinearWeights, num_blocks, unpack_experts
+from jax_w4a8.weights import ExpertWeights, unpack_experts
 
 ROUTINGS = ("uniform", "zipf", "one")
-
-
-def _random_matrix(
-    rng: np.random.Generator, experts: int, out_features: int, in_features: int, group_size: int
-) -> LinearWeights:
-    """Packed weights of random bytes: every byte is a valid pair of codes."""
-    groups = num_groups(group_size, in_features)
-    width = in_features if group_size == CHANNELWISE else group_size
-    blocks = num_blocks(out_features)
-    codes = aligned_empty((experts, blocks, groups, 8 * width), np.uint8)
-    for expert in range(experts):
-        codes[expert] = np.frombuffer(rng.bytes(codes[expert].size), np.uint8).reshape(codes.shape[1:])
-    scale = rng.random((experts, blocks, groups, 16), np.float32) / (4.6 * math.sqrt(in_features))
-    scale = scale.astype(np.float32 if group_size == CHANNELWISE else ml_dtypes.bfloat16)
-    return LinearWeights(
-        codes,
-        scale,
-        np.stack([_scaled_sum(*one, width) for one in zip(codes, scale, strict=True)]),
-        np.zeros((experts, blocks, 16), np.float32),
-        out_features,
-        in_features,
-        group_size,
-    )
-
-
-def _scaled_sum(codes: Any, scale: Any, width: int) -> Any:
-    """float32 ``[blocks, 16]`` of one matrix, from its packed bytes."""
-    runs = codes.reshape(*codes.shape[:2], -1, 16, 4)
-    sums = sum(nibbles.sum(axis=(-3, -1), dtype=np.int32) for nibbles in (runs & 15, runs >> 4))
-    return ((sums - 8 * width) * scale.astype(np.float32)).sum(axis=1)
-
-
-def random_experts(shape: LayerShape, group_size: int, seed: int) -> ExpertWeights:
-    """Random packed weights of one layer, on the device without a copy."""
-    rng = np.random.default_rng(seed)
-    experts, hidden, inner = shape.num_experts, shape.hidden_size, shape.intermediate_size
-    w13 = _random_matrix(rng, experts, 2 * inner, hidden, group_size)
-    w2 = _random_matrix(rng, experts, hidden, inner, group_size)
-    return to_device(ExpertWeights(w13, w2))
 
 
 def random_ids(shape: LayerShape, tokens: int, routing: str, rng: np.random.Generator) -> Any:
