@@ -1,13 +1,13 @@
 """Float operations whose bits don't depend on the batch: a row gets what it would get alone.
 
-XLA chooses code by shape. What makes its results depend on the number of rows (measured, jaxlib 0.10 on CPU), and
-what these functions do instead:
+XLA chooses code by shape. What makes its results depend on the number of rows (measured with jaxlib 0.10 on
+CPU), and what these functions do instead:
 
 * Vector and scalar code for exp, rsqrt and their like differ in the last bit, and rows share vectors:
   :func:`evenly` pads rows to whole vectors.
 * The order of a sum follows the shape of the whole array: :func:`ordered_sum` fixes it.
-* Where a product meets an addition in one loop they become one fused multiply-add: :func:`barrier` parts
-  them.
+* Where a product meets an addition in one loop they become one fused multiply-add, in some programs and not
+  in others, and of two products either one: :func:`rounded` keeps them apart.
 * A matrix product of one row is another routine than one of several, and for small matrices that aren't
   transposed the routine changes with the number of rows: :func:`matmul_transposed` uses the one form that
   doesn't.
@@ -27,9 +27,17 @@ _VECTOR = 16
 
 
 def barrier(x: jax.Array) -> jax.Array:
-    """``x``; the compiler fuses nothing across it."""
+    """``x``; the compiler rewrites no expression across it, but may compute both sides in one loop."""
     y: jax.Array = lax.optimization_barrier(x)
     return y
+
+
+def rounded(product: jax.Array) -> jax.Array:
+    """A product that is about to be added to something, rounded first; -infinity becomes the lowest number.
+
+    No barrier survives until loops are fused; a maximum does, and nobody can leave it out.
+    """
+    return jnp.maximum(product, jnp.finfo(product.dtype).min)
 
 
 def evenly(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_w4a8.invariance import barrier, evenly
+from jax_w4a8.invariance import evenly, rounded
 from jax_w4a8.models.attend import attend, cache_slots
 from jax_w4a8.models.cache import LayerCache, store
 from jax_w4a8.models.config import DecoderConfig
@@ -26,7 +26,7 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Turns the pairs (i, i + D/2) of ``[B, T, heads, D]`` by their positions' angles, ``[B, T, D]``."""
     cosines, sines = (part[..., None, :] for part in table)
     first, second = jnp.split(x, 2, axis=-1)
-    return barrier(x * cosines) + barrier(jnp.concatenate([-second, first], axis=-1) * sines)
+    return rounded(x * cosines) + rounded(jnp.concatenate([-second, first], axis=-1) * sines)
 
 
 class Attention(nnx.Module):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jax_w4a8.invariance import barrier, evenly, matmul_transposed, ordered_sum
+from jax_w4a8.invariance import evenly, matmul_transposed, ordered_sum, rounded
 from jax_w4a8.linear import linear
 from jax_w4a8.weights import ExpertWeights, LinearWeights
 
@@ -131,5 +131,5 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """float32 ``[..., N]`` to the same."""
-        mean = barrier(ordered_sum(barrier(x * x)) / x.shape[-1])
+        mean = rounded(ordered_sum(rounded(x * x)) / x.shape[-1])
         return x * evenly(lax.rsqrt, mean + self.epsilon) * self.weight.get_value().astype(jnp.float32)
