@@ -3,8 +3,8 @@
 Memory is that of one block's scores, time follows the slots in use rather than the cache's size, and a row's
 bits depend neither on the batch around it, nor on how many tokens come per call, nor on the cache's size. The
 scheme is the online softmax of Milakov and Gimelshein (2018), as in FlashAttention; scores are logarithms to
-base 2 and what is subtracted from them whole numbers, so that a later block changes what is there by powers of
-two alone.
+base 2 and what is subtracted from them whole numbers, so that a later block changes what is there by powers
+of two alone.
 """
 
 from __future__ import annotations
