@@ -13,6 +13,7 @@ ORDER = (
     ("quantization",),
     ("buffers",),
     ("weights",),
+    ("invariance",),
     ("routing",),
     ("ffi",),
     ("experts.base",),
@@ -23,6 +24,7 @@ ORDER = (
     ("checkpoint",),
     ("models",),
     ("bench",),
+    ("commands",),
     ("cli",),
     ("__main__",),
 )

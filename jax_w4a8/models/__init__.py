@@ -4,9 +4,10 @@ from jax_w4a8.models.config import DecoderConfig
 from jax_w4a8.models.decoder import Decoder
 from jax_w4a8.models.default import default_model_path
 from jax_w4a8.models.families import FAMILIES, Family
-from jax_w4a8.models.generation import GenerationTimes, GreedyStream
+from jax_w4a8.models.generation import GenerationTimes, TokenStream
 from jax_w4a8.models.layers import PackedWeight
 from jax_w4a8.models.loading import load_model, read_plan
+from jax_w4a8.models.sampling import Sampling
 
 __all__ = [
     "FAMILIES",
@@ -14,8 +15,9 @@ __all__ = [
     "DecoderConfig",
     "Family",
     "GenerationTimes",
-    "GreedyStream",
     "PackedWeight",
+    "Sampling",
+    "TokenStream",
     "default_model_path",
     "load_model",
     "read_plan",

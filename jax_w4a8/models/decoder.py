@@ -13,11 +13,16 @@ from jax.typing import ArrayLike
 from jax_w4a8.models.attention import Attention
 from jax_w4a8.models.cache import KVCache, LayerCache
 from jax_w4a8.models.config import DecoderConfig
-from jax_w4a8.models.generation import GreedyStream, generate
+from jax_w4a8.models.generation import Request, TokenStream, generate
 from jax_w4a8.models.layers import Embedding, Linear, QuantizedOptions, RMSNorm
 from jax_w4a8.models.mlp import DenseMLP, MoE
+from jax_w4a8.models.prompts import DEFAULT_CHUNK, TokenIds
+from jax_w4a8.models.sampling import Sampling
 from jax_w4a8.models.span import Span
 from jax_w4a8.oracle import W4A8Int8MoeBackend, resolve_backend
+
+#: No sampling.
+GREEDY = Sampling()
 
 
 class DecoderLayer(nnx.Module):
@@ -83,34 +88,54 @@ class Decoder(nnx.Module):
         return logits
 
     def generate(
-        self, token_ids: ArrayLike, max_new_tokens: int = 32, *, stop_token_ids: Sequence[int] = ()
-    ) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-        """Continues each row with the likeliest token (the lowest id among equals), again and again.
+        self,
+        token_ids: ArrayLike | list[ArrayLike],
+        max_new_tokens: int = 32,
+        *,
+        stop_token_ids: Sequence[int] = (),
+        sampling: Sampling = GREEDY,
+        prefill_chunk: int = DEFAULT_CHUNK,
+    ) -> TokenIds:
+        """Continues each prompt by the likeliest tokens, unless ``sampling`` says otherwise.
+
+        A row's result has the same bits as if it were alone, whatever the prompts beside it and their lengths.
 
         Args:
-          token_ids: prompts of one length, integers ``[B, T]``.
+          token_ids: prompts of one length, integers ``[B, T]``, or a list of B prompts of any lengths.
           max_new_tokens: how many to add, at least 0.
           stop_token_ids: end early, once every row has come to one of these, such as
             ``model.config.eos_token_ids``. A row that ended before the others repeats that id.
+          sampling: how each token is chosen, temperature and the like (:class:`Sampling`).
+          prefill_chunk: prompt tokens per row that go through the model at once, at least 16. Memory beside
+            the cache grows with it and not with the prompt; the result is the same to the bit.
 
         Returns:
           int32 ``[B, N]``: the new ids alone; N is ``max_new_tokens`` unless all rows ended early.
 
         Raises:
-          TypeError, ValueError: as :meth:`__call__`; also for an empty prompt, or more tokens than positions.
+          TypeError, ValueError: as :meth:`__call__`; also for an empty prompt, more tokens than positions, or
+            an option out of range.
         """
-        return generate(self, token_ids, max_new_tokens, stop_token_ids)
+        request = Request(max_new_tokens, tuple(stop_token_ids), sampling, prefill_chunk)
+        return generate(self, token_ids, request)
 
     def stream(
-        self, token_ids: ArrayLike, max_new_tokens: int = 32, *, stop_token_ids: Sequence[int] | None = None
-    ) -> GreedyStream:
+        self,
+        token_ids: ArrayLike | list[ArrayLike],
+        max_new_tokens: int = 32,
+        *,
+        stop_token_ids: Sequence[int] | None = None,
+        sampling: Sampling = GREEDY,
+        prefill_chunk: int = DEFAULT_CHUNK,
+    ) -> TokenStream:
         """As :meth:`generate`, but an iterator over each step's ids (int32 ``[B]``) as they are made.
 
         ``stop_token_ids=None`` takes the model's own end-of-text ids.
         """
         if stop_token_ids is None:
             stop_token_ids = self.config.eos_token_ids
-        return GreedyStream(self, token_ids, max_new_tokens, stop_token_ids)
+        request = Request(max_new_tokens, tuple(stop_token_ids), sampling, prefill_chunk)
+        return TokenStream(self, token_ids, request)
 
     @property
     def backend(self) -> W4A8Int8MoeBackend:
