@@ -98,7 +98,7 @@ class Decoder(nnx.Module):
     ) -> TokenIds:
         """Continues each prompt by the likeliest tokens, unless ``sampling`` says otherwise.
 
-        A row's result has the same bits as if it were alone, whatever the prompts beside it and their lengths.
+        A row's result has the same bits as if it were alone, whatever the prompts beside it.
 
         Args:
           token_ids: prompts of one length, integers ``[B, T]``, or a list of B prompts of any lengths.

@@ -1,4 +1,4 @@
-"""How the next token is chosen from logits. Names and order of the steps are those of Hugging Face's ``generate``."""
+"""How the next token is chosen from logits, by the names and in the order of Hugging Face's ``generate``."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def _require_number(name: str, value: object, low: float, high: float, ends: str
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
     number = float(value)
-    inside = (
-        low <= number <= high and (number != low or ends[0] == "[") and (number != high or ends[1] == "]")
-    )
-    if not inside:
+    above = number > low or (number == low and ends[0] == "[")
+    below = number < high or (number == high and ends[1] == "]")
+    if not (above and below):
         raise ValueError(f"{name} must be in {ends[0]}{low:g}, {high:g}{ends[1]}, got {value}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How each next token is chosen: the repetition penalty first, then, if sampling, temperature, top-k, top-p
-    and min-p in this order.
+    """How each next token is chosen.
+
+    The repetition penalty comes first, then, if sampling, temperature, top-k, top-p and min-p in this order.
 
     Attributes:
       do_sample: draw a token by its probability; otherwise take the likeliest, the lowest id among equals.
@@ -48,10 +48,10 @@ class Sampling:
       top_k: keep that many likeliest tokens; 0 keeps all.
       top_p: of these keep the fewest likeliest whose probabilities sum to at least this, in (0, 1].
       min_p: of these keep those with at least this share of the likeliest one's probability, in [0, 1].
-      repetition_penalty: divides positive and multiplies negative logits of the tokens in the prompt and of those
-        made so far, above 0; 1 changes nothing (Keskar et al., 2019).
-      seed: row b of a batch draws from a random sequence of its own, that of ``seed + b``; or one seed per row.
-        So a row's text depends on its prompt and its seed alone.
+      repetition_penalty: divides positive and multiplies negative logits of the tokens in the prompt and of
+        those made so far, above 0; 1 changes nothing (Keskar et al., 2019).
+      seed: row b of a batch draws from a random sequence of its own, that of ``seed + b``; or one seed per
+        row. So a row's text depends on its prompt and its seed alone.
 
     Raises:
       TypeError, ValueError: on construction, naming the attribute.
@@ -84,10 +84,8 @@ class Sampling:
         Raises:
           ValueError: ``seed`` has another number of rows.
         """
-        if isinstance(self.seed, int):
-            values = [self.seed + row for row in range(batch)]
-        else:
-            values = list(self.seed)
+        seed = self.seed
+        values = list(seed) if isinstance(seed, tuple) else [seed + row for row in range(batch)]
         if len(values) != batch:
             raise ValueError(f"seed must be an integer or one per row, {batch}, got {len(values)}")
         return np.array([value % 2**32 for value in values], np.uint32)
@@ -100,8 +98,12 @@ class Sampling:
     @property
     def numbers(self) -> Numbers:
         """What of it a program takes as arguments."""
-        penalty = self.repetition_penalty
-        return Numbers(*map(np.float32, (1 / self.temperature, self.top_p, self.min_p, penalty)))
+        return Numbers(
+            np.float32(1 / self.temperature),
+            np.float32(self.top_p),
+            np.float32(self.min_p),
+            np.float32(self.repetition_penalty),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
