@@ -3,6 +3,7 @@
 from jax_w4a8.models.config import DecoderConfig
 from jax_w4a8.models.decoder import Decoder
 from jax_w4a8.models.default import default_model_path
+from jax_w4a8.models.evaluation import Perplexity, perplexity
 from jax_w4a8.models.families import FAMILIES, Family
 from jax_w4a8.models.generation import GenerationTimes, TokenStream
 from jax_w4a8.models.layers import PackedWeight
@@ -16,9 +17,11 @@ __all__ = [
     "Family",
     "GenerationTimes",
     "PackedWeight",
+    "Perplexity",
     "Sampling",
     "TokenStream",
     "default_model_path",
     "load_model",
+    "perplexity",
     "read_plan",
 ]

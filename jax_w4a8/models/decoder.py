@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -16,7 +17,7 @@ from jax_w4a8.models.config import DecoderConfig
 from jax_w4a8.models.generation import Request, TokenStream, generate
 from jax_w4a8.models.layers import Embedding, Linear, QuantizedOptions, RMSNorm
 from jax_w4a8.models.mlp import DenseMLP, MoE
-from jax_w4a8.models.prompts import DEFAULT_CHUNK, TokenIds
+from jax_w4a8.models.prompts import DEFAULT_CHUNK, PromptIds, TokenIds
 from jax_w4a8.models.sampling import Sampling
 from jax_w4a8.models.span import Span
 from jax_w4a8.oracle import W4A8Int8MoeBackend, resolve_backend
@@ -89,7 +90,7 @@ class Decoder(nnx.Module):
 
     def generate(
         self,
-        token_ids: ArrayLike | list[ArrayLike],
+        token_ids: PromptIds,
         max_new_tokens: int = 32,
         *,
         stop_token_ids: Sequence[int] = (),
@@ -121,7 +122,7 @@ class Decoder(nnx.Module):
 
     def stream(
         self,
-        token_ids: ArrayLike | list[ArrayLike],
+        token_ids: PromptIds,
         max_new_tokens: int = 32,
         *,
         stop_token_ids: Sequence[int] | None = None,
@@ -136,6 +137,19 @@ class Decoder(nnx.Module):
             stop_token_ids = self.config.eos_token_ids
         request = Request(max_new_tokens, tuple(stop_token_ids), sampling, prefill_chunk)
         return TokenStream(self, token_ids, request)
+
+    def with_float_activations(self) -> Decoder:
+        """The same weights, in the same memory, on activations in float32 instead of INT8.
+
+        It gives what the checkpoint's weights are worth; W4A8's own result differs from it by what INT8
+        activations cost. It is slow: every layer widens its weights at every call.
+        """
+        model: Decoder = nnx.merge(*nnx.split(self))
+        for _, node in nnx.iter_graph(model):
+            options = getattr(node, "options", None)
+            if isinstance(options, QuantizedOptions):
+                node.options = dataclasses.replace(options, float_activations=True)
+        return model
 
     @property
     def backend(self) -> W4A8Int8MoeBackend:

@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.typing import ArrayLike
 
 from jax_w4a8.models.attend import cache_slots
 from jax_w4a8.models.cache import KVCache
-from jax_w4a8.models.prompts import SMALLEST_CHUNK, Prompts, TokenIds, check_prompts
+from jax_w4a8.models.prompts import SMALLEST_CHUNK, PromptIds, Prompts, TokenIds, check_prompts
 from jax_w4a8.models.sampling import Numbers, Rules, SamplerState, Sampling, choose, start_sampler
 
 if TYPE_CHECKING:
@@ -284,7 +283,7 @@ class TokenStream:
       batch: B.
     """
 
-    def __init__(self, model: Decoder, token_ids: ArrayLike | list[ArrayLike], request: Request) -> None:
+    def __init__(self, model: Decoder, token_ids: PromptIds, request: Request) -> None:
         """Raises TypeError or ValueError as :meth:`Decoder.generate`."""
         self.times = GenerationTimes()
         self._run = _Run(model, check_prompts(token_ids, model.config.vocab_size), request)
@@ -332,7 +331,7 @@ class TokenStream:
             yield self._ends.mask(ids)
 
 
-def generate(model: Decoder, token_ids: ArrayLike | list[ArrayLike], request: Request) -> TokenIds:
+def generate(model: Decoder, token_ids: PromptIds, request: Request) -> TokenIds:
     """As :meth:`jax_w4a8.models.decoder.Decoder.generate`, whose arguments and errors these are."""
     if request.stop_token_ids:
         stream = TokenStream(model, token_ids, request)

@@ -12,7 +12,7 @@ from jax import lax
 
 from jax_w4a8.invariance import evenly, matmul_transposed, ordered_sum, rounded
 from jax_w4a8.linear import linear
-from jax_w4a8.weights import ExpertWeights, LinearWeights
+from jax_w4a8.weights import ExpertWeights, LinearWeights, unpack_linear
 
 Packed = TypeVar("Packed", LinearWeights, ExpertWeights)
 
@@ -28,10 +28,12 @@ class QuantizedOptions:
     Attributes:
       activation_scheme: ``asymmetric`` or ``symmetric``.
       backend: ``auto``, ``cpu_int4`` or ``xla``.
+      float_activations: widen weights instead, and leave activations in float32; slow, for comparisons.
     """
 
     activation_scheme: str = "asymmetric"
     backend: str = "auto"
+    float_activations: bool = False
 
 
 def matmul_float(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -96,6 +98,9 @@ class Linear(nnx.Module):
         """float32 ``[..., K]`` to float32 ``[..., N]``."""
         weight = self.weight.get_value()
         if isinstance(weight, LinearWeights):
+            if self.options.float_activations:
+                tensor, bias = unpack_linear(weight)
+                return matmul_float(x, tensor.dequantize()) + bias
             return linear(
                 x,
                 weight,

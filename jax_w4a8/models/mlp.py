@@ -8,6 +8,7 @@ from flax import nnx
 
 from jax_w4a8.experts.base import Activation
 from jax_w4a8.experts.xla import activate
+from jax_w4a8.models.float_activations import fused_experts_float
 from jax_w4a8.models.layers import Linear, PackedWeight, QuantizedOptions
 from jax_w4a8.models.span import Span
 from jax_w4a8.moe import fused_experts
@@ -49,10 +50,13 @@ class MoE(nnx.Module):
     def __call__(self, x: jax.Array, span: Span) -> jax.Array:
         """float32 ``[B, T, H]`` to the same; router logits are float32. Padding gets zeros, at no cost."""
         weights, ids = route(self.router(x), self.routing)
+        ids = jnp.where(span.real[..., None], ids, -1)
+        if self.options.float_activations:
+            return fused_experts_float(x, weights, ids, self.experts.get_value(), self.activation)
         return fused_experts(
             x,
             weights,
-            jnp.where(span.real[..., None], ids, -1),
+            ids,
             self.experts.get_value(),
             activation=self.activation,
             activation_scheme=self.options.activation_scheme,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 TokenIds = np.ndarray[Any, np.dtype[np.int32]]
+
+#: One prompt per row, of one length or of any.
+PromptIds = ArrayLike | Sequence[ArrayLike | Sequence[int]]
 
 #: Prompts, or what is left of them, are padded to a power of two from here on, so that programs are shared.
 SMALLEST_CHUNK = 16
@@ -49,7 +52,7 @@ def padded_length(tokens: int, size: int) -> int:
     return min(max(SMALLEST_CHUNK, 1 << (tokens - 1).bit_length()), max(size, tokens))
 
 
-def check_prompts(token_ids: ArrayLike | list[ArrayLike], vocab_size: int) -> Prompts:
+def check_prompts(token_ids: PromptIds, vocab_size: int) -> Prompts:
     """Prompts of one length ``[B, T]``, or a list of B prompts of any lengths.
 
     Raises:
