@@ -86,7 +86,7 @@ def perplexity(
 ) -> Perplexity:
     """The perplexity of a text by sliding window.
 
-    Each token is scored once, with at least ``max_length - stride`` tokens before it where there are that many.
+    Each token is scored once, with at least ``max_length - stride`` tokens before it where there are so many.
     With ``stride == max_length`` windows don't overlap, and the first token of each has no context and isn't
     scored; otherwise that is so of the text's first token alone.
 

@@ -1,7 +1,7 @@
 """The weights of W4A8 layers, widened where they are used, on activations in floating point.
 
-What this computes, W4A8 computes with INT8 activations: the difference is what those cost. Weights stay packed
-in memory; each layer widens its own, expert by expert, at every call.
+What this computes, W4A8 computes with INT8 activations: the difference is what those cost. Weights stay
+packed in memory; each layer widens its own, expert by expert, at every call.
 """
 
 from __future__ import annotations
