@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_w4a8 import ffi
 from jax_w4a8.bench import command as bench
+from jax_w4a8.commands import evaluate, generation_flags
 from jax_w4a8.experts.base import ACTIVATION_SCHEMES
 from jax_w4a8.oracle import W4A8Int8MoeBackend, backend_class
 
@@ -59,13 +60,14 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep packed weights here for the next load; default: in the user's cache directory",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    generation_flags.add_arguments(parser)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
     _require_models()
     from jax_w4a8.models import default_model_path, load_model
     from jax_w4a8.models.default import DEFAULT_PROMPT
-    from jax_w4a8.models.text import TextStream, load_tokenizer
+    from jax_w4a8.models.text import load_tokenizer
 
     path = default_model_path() if arguments.model is None else arguments.model
     prompt = DEFAULT_PROMPT if arguments.prompt is None else arguments.prompt
@@ -73,7 +75,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     model = load_model(
         path, arguments.activation_scheme, arguments.backend, packed_cache=arguments.packed_cache
     )
-    stream = TextStream(model, tokenizer, prompt, arguments.max_new_tokens)
+    stream = generation_flags.open_stream(model, tokenizer, prompt, path, arguments)
     if not arguments.json:
         print(prompt, end="", flush=True)
     text = ""
@@ -81,7 +83,13 @@ def _generate(arguments: argparse.Namespace) -> int:
         text += piece
         if not arguments.json:
             print(piece, end="", flush=True)
-    report = {"prompt": prompt, "text": text, "ids": stream.ids, **_speed(model, stream.times)}
+    report = {
+        "prompt": prompt,
+        "text": text,
+        "ids": stream.ids,
+        "finish_reason": stream.finish_reason,
+        **_speed(model, stream.times),
+    }
     print(json.dumps(report) if arguments.json else f"\n\n{_speed_line(report)}")
     return 0
 
@@ -111,6 +119,11 @@ def _speed_line(report: dict[str, Any]) -> str:
         f"decode {report['decode_tokens_per_second']:.1f} tokens/s "
         f"(compiled before in {report['compile_seconds']:.1f} s)"
     )
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    _require_models()
+    return evaluate.run(arguments)
 
 
 def _add_info_arguments(parser: argparse.ArgumentParser) -> None:
@@ -170,6 +183,7 @@ def _require_models() -> None:
 #: Every subcommand; a new one is a line here.
 COMMANDS: tuple[Command, ...] = (
     Command("generate", "continue a text", _add_generate_arguments, _generate),
+    Command("eval", "measure the perplexity of a text", evaluate.add_arguments, _evaluate),
     Command("bench", "measure layers against this machine's own limits", bench.add_arguments, bench.run),
     Command("info", "describe this machine, or a checkpoint", _add_info_arguments, _info),
 )

@@ -15,6 +15,7 @@ ORDER = (
     ("buffers",),
     ("packing",),
     ("weights",),
+    ("invariance",),
     ("routing",),
     ("ffi",),
     ("experts.base",),
@@ -25,6 +26,7 @@ ORDER = (
     ("checkpoint",),
     ("models",),
     ("bench",),
+    ("commands",),
     ("cli",),
     ("__main__",),
 )

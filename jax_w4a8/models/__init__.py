@@ -3,11 +3,13 @@
 from jax_w4a8.models.config import DecoderConfig
 from jax_w4a8.models.decoder import Decoder
 from jax_w4a8.models.default import default_model_path
+from jax_w4a8.models.evaluation import Perplexity, perplexity
 from jax_w4a8.models.families import FAMILIES, Family
-from jax_w4a8.models.generation import GenerationTimes, GreedyStream
+from jax_w4a8.models.generation import GenerationTimes, TokenStream
 from jax_w4a8.models.layers import PackedWeight
 from jax_w4a8.models.loading import load_model, read_plan
 from jax_w4a8.models.packed_cache import PackedCache
+from jax_w4a8.models.sampling import Sampling
 
 __all__ = [
     "FAMILIES",
@@ -15,10 +17,13 @@ __all__ = [
     "DecoderConfig",
     "Family",
     "GenerationTimes",
-    "GreedyStream",
     "PackedCache",
     "PackedWeight",
+    "Perplexity",
+    "Sampling",
+    "TokenStream",
     "default_model_path",
     "load_model",
+    "perplexity",
     "read_plan",
 ]

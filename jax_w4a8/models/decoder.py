@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -11,12 +12,18 @@ from flax import nnx
 from jax.typing import ArrayLike
 
 from jax_w4a8.models.attention import Attention
-from jax_w4a8.models.cache import KVCache
+from jax_w4a8.models.cache import KVCache, LayerCache
 from jax_w4a8.models.config import DecoderConfig
-from jax_w4a8.models.generation import GreedyStream, generate
+from jax_w4a8.models.generation import Request, TokenStream, generate
 from jax_w4a8.models.layers import Embedding, Linear, QuantizedOptions, RMSNorm
 from jax_w4a8.models.mlp import DenseMLP, MoE
+from jax_w4a8.models.prompts import DEFAULT_CHUNK, PromptIds, TokenIds
+from jax_w4a8.models.sampling import Sampling
+from jax_w4a8.models.span import Span
 from jax_w4a8.oracle import W4A8Int8MoeBackend, resolve_backend
+
+#: No sampling.
+GREEDY = Sampling()
 
 
 class DecoderLayer(nnx.Module):
@@ -34,13 +41,11 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = mlp_norm
         self.mlp = mlp
 
-    def __call__(
-        self, x: jax.Array, cache: tuple[jax.Array, jax.Array], start: jax.Array | int
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def __call__(self, x: jax.Array, cache: LayerCache, span: Span) -> tuple[jax.Array, LayerCache]:
         """As :meth:`Attention.__call__`."""
-        mixed, cache = self.attention(self.attention_norm(x), cache, start)
+        mixed, cache = self.attention(self.attention_norm(x), cache, span)
         x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), cache
+        return x + self.mlp(self.mlp_norm(x), span), cache
 
 
 class Decoder(nnx.Module):
@@ -84,61 +89,104 @@ class Decoder(nnx.Module):
         return logits
 
     def generate(
-        self, token_ids: ArrayLike, max_new_tokens: int = 32, *, stop_token_ids: Sequence[int] = ()
-    ) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-        """Continues each row with the likeliest token (the lowest id among equals), again and again.
+        self,
+        token_ids: PromptIds,
+        max_new_tokens: int = 32,
+        *,
+        stop_token_ids: Sequence[int] = (),
+        sampling: Sampling = GREEDY,
+        prefill_chunk: int = DEFAULT_CHUNK,
+    ) -> TokenIds:
+        """Continues each prompt by the likeliest tokens, unless ``sampling`` says otherwise.
+
+        A row's result has the same bits as if it were alone, whatever the prompts beside it.
 
         Args:
-          token_ids: prompts of one length, integers ``[B, T]``.
+          token_ids: prompts of one length, integers ``[B, T]``, or a list of B prompts of any lengths.
           max_new_tokens: how many to add, at least 0.
           stop_token_ids: end early, once every row has come to one of these, such as
             ``model.config.eos_token_ids``. A row that ended before the others repeats that id.
+          sampling: how each token is chosen, temperature and the like (:class:`Sampling`).
+          prefill_chunk: prompt tokens per row that go through the model at once, at least 16. Memory beside
+            the cache grows with it and not with the prompt; the result is the same to the bit.
 
         Returns:
           int32 ``[B, N]``: the new ids alone; N is ``max_new_tokens`` unless all rows ended early.
 
         Raises:
-          TypeError, ValueError: as :meth:`__call__`; also for an empty prompt, or more tokens than positions.
+          TypeError, ValueError: as :meth:`__call__`; also for an empty prompt, more tokens than positions, or
+            an option out of range.
         """
-        return generate(self, token_ids, max_new_tokens, stop_token_ids)
+        request = Request(max_new_tokens, tuple(stop_token_ids), sampling, prefill_chunk)
+        return generate(self, token_ids, request)
 
     def stream(
-        self, token_ids: ArrayLike, max_new_tokens: int = 32, *, stop_token_ids: Sequence[int] | None = None
-    ) -> GreedyStream:
+        self,
+        token_ids: PromptIds,
+        max_new_tokens: int = 32,
+        *,
+        stop_token_ids: Sequence[int] | None = None,
+        sampling: Sampling = GREEDY,
+        prefill_chunk: int = DEFAULT_CHUNK,
+    ) -> TokenStream:
         """As :meth:`generate`, but an iterator over each step's ids (int32 ``[B]``) as they are made.
 
         ``stop_token_ids=None`` takes the model's own end-of-text ids.
         """
         if stop_token_ids is None:
             stop_token_ids = self.config.eos_token_ids
-        return GreedyStream(self, token_ids, max_new_tokens, stop_token_ids)
+        request = Request(max_new_tokens, tuple(stop_token_ids), sampling, prefill_chunk)
+        return TokenStream(self, token_ids, request)
+
+    def with_float_activations(self) -> Decoder:
+        """The same weights, in the same memory, on activations in float32 instead of INT8.
+
+        It gives what the checkpoint's weights are worth; W4A8's own result differs from it by what INT8
+        activations cost. It is slow: every layer widens its weights at every call.
+        """
+        model: Decoder = nnx.merge(*nnx.split(self))
+        for _, node in nnx.iter_graph(model):
+            options = getattr(node, "options", None)
+            if isinstance(options, QuantizedOptions):
+                node.options = dataclasses.replace(options, float_activations=True)
+        return model
 
     @property
     def backend(self) -> W4A8Int8MoeBackend:
         """The backend that its quantised layers run on."""
         return W4A8Int8MoeBackend(resolve_backend(self.options.backend).name)
 
-    def hidden_states(self, token_ids: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        """States after the last norm, float32 ``[B, T, H]``, of tokens that follow those in the cache."""
+    def hidden_states(
+        self, token_ids: jax.Array, cache: KVCache, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, KVCache]:
+        """States after the last norm, of tokens that follow those in the cache.
+
+        Args:
+          token_ids: int32 ``[B, T]``. No row's ``cache.lengths + T`` may exceed the cache's slots.
+          cache: of the tokens before.
+          lengths: int32 ``[B]``, how many of each row's tokens are text; the rest is padding on the
+            right, whose states mean nothing. None: all of them.
+
+        Returns:
+          float32 ``[B, T, H]``, and the cache with the text added.
+        """
+        batch, tokens = token_ids.shape
+        span = Span(cache.lengths, jnp.full(batch, tokens, jnp.int32) if lengths is None else lengths, tokens)
         x = self.embedding(token_ids)
         layers = []
         for layer, kept in zip(self.layers, cache.layers, strict=True):
-            x, kept = layer(x, kept, cache.length)
+            x, kept = layer(x, kept, span)
             layers.append(kept)
-        return self.final_norm(x), KVCache(tuple(layers), cache.length + token_ids.shape[1])
+        return self.final_norm(x), KVCache(tuple(layers), span.ends)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 ``[..., H]`` to logits ``[..., V]``."""
         return self.embedding.attend(hidden) if self.head is None else self.head(hidden)
 
     def empty_cache(self, batch: int, positions: int) -> KVCache:
-        """A cache for ``batch`` rows of up to ``positions`` tokens."""
-        config = self.config
-        shape = (batch, positions, config.num_kv_heads, config.head_dim)
-        layers = tuple(
-            (jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)) for _ in range(config.num_layers)
-        )
-        return KVCache(layers, jnp.int32(0))
+        """A cache for ``batch`` rows of up to ``positions`` tokens, padding included."""
+        layers = tuple(layer.attention.empty_cache(batch, positions) for layer in self.layers)
+        return KVCache(layers, jnp.zeros(batch, jnp.int32))
 
     def check_token_ids(self, token_ids: ArrayLike) -> jax.Array:
         """``token_ids`` as int32 ``[B, T]``, else TypeError or ValueError."""

@@ -1,4 +1,4 @@
-"""Greedy generation with a KV cache: one program for the prompt, one for each further token."""
+"""Generation with a KV cache: prompts go through the model in chunks, then tokens one by one."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.typing import ArrayLike
 
+from jax_w4a8.models.attend import cache_slots
 from jax_w4a8.models.cache import KVCache
+from jax_w4a8.models.prompts import SMALLEST_CHUNK, PromptIds, Prompts, TokenIds, check_prompts
+from jax_w4a8.models.sampling import Numbers, Rules, SamplerState, Sampling, choose, start_sampler
 
 if TYPE_CHECKING:
     from jax_w4a8.models.decoder import Decoder
 
-#: The cache's length is rounded up to this, so that similar requests share a program.
-CACHE_MULTIPLE = 64
-
-TokenIds = np.ndarray[Any, np.dtype[np.int32]]
-#: The likeliest next token of each row, int32 ``[B]``, and the cache that led to it.
-Made = tuple[jax.Array, KVCache]
+#: Caches have a power of two of slots up to this and a multiple of it beyond, so that programs are shared.
+CACHE_MULTIPLE = 1024
 
 
 @dataclasses.dataclass
@@ -32,9 +30,9 @@ class GenerationTimes:
     """Where the time of a generation went.
 
     Attributes:
-      compile_seconds: tracing and compiling the two programs; near 0 when they were there already.
+      compile_seconds: tracing and compiling the programs; near 0 when they were there already.
       prefill_seconds, prefill_tokens: the prompts.
-      decode_seconds, decode_tokens: tokens after the first new one, which the prompt's program makes.
+      decode_seconds, decode_tokens: tokens after the first new one, which comes with the prompt.
     """
 
     compile_seconds: float = 0.0
@@ -52,6 +50,37 @@ class GenerationTimes:
     def decode_rate(self) -> float:
         """New tokens per second; 0 when there was nothing to measure."""
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a generation is asked for beside its prompts.
+
+    Attributes:
+      max_new_tokens: tokens to add to each row, at least 0.
+      stop_token_ids: ids that end a row.
+      sampling: how tokens are chosen.
+      prefill_chunk: prompt tokens per row that go through the model at once. It bounds the memory that a long
+        prompt needs beside the cache, and changes no bit of the result.
+
+    Raises:
+      TypeError, ValueError: on construction, naming the attribute.
+    """
+
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+    sampling: Sampling
+    prefill_chunk: int
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be at least 0, got {self.max_new_tokens}")
+        if self.prefill_chunk < SMALLEST_CHUNK:
+            raise ValueError(f"prefill_chunk must be at least {SMALLEST_CHUNK}, got {self.prefill_chunk}")
+        if not isinstance(self.sampling, Sampling):
+            raise TypeError(f"sampling must be a Sampling, got {self.sampling!r}")
+        if any(isinstance(i, bool) or not isinstance(i, int | np.integer) for i in self.stop_token_ids):
+            raise TypeError(f"stop_token_ids must be integers, got {self.stop_token_ids!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,99 +106,190 @@ def _take_apart(model: Decoder) -> tuple[_Skeleton, list[jax.Array]]:
     return _Skeleton(graphdef, treedef, hash((graphdef, treedef))), leaves
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def _prefill(skeleton: _Skeleton, leaves: list[jax.Array], token_ids: jax.Array, capacity: int) -> Made:
+#: The state of each row's last token, float32 ``[B, H]``, and the cache up to it.
+_Read = tuple[jax.Array, KVCache]
+#: The next token of each row, int32 ``[B]``, and what the one after it depends on.
+_Made = tuple[jax.Array, KVCache, SamplerState]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _prefill(
+    skeleton: _Skeleton, leaves: list[jax.Array], ids: jax.Array, lengths: jax.Array, capacity: int
+) -> _Read:
+    """The first chunk of the prompts."""
     model = skeleton.model(leaves)
-    cache = model.empty_cache(token_ids.shape[0], capacity)
-    hidden, cache = model.hidden_states(token_ids, cache)
-    return _likeliest(model, hidden[:, -1]), cache
+    cache = model.empty_cache(ids.shape[0], capacity)
+    hidden, cache = model.hidden_states(ids, cache, lengths)
+    return _last(hidden, lengths), cache
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _step(skeleton: _Skeleton, leaves: list[jax.Array], token: jax.Array, cache: KVCache) -> Made:
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(4, 5))
+def _extend(
+    skeleton: _Skeleton,
+    leaves: list[jax.Array],
+    ids: jax.Array,
+    lengths: jax.Array,
+    last: jax.Array,
+    cache: KVCache,
+) -> _Read:
+    """A further chunk; rows that ended before keep their last state."""
+    hidden, cache = skeleton.model(leaves).hidden_states(ids, cache, lengths)
+    return jnp.where(lengths[:, None] > 0, _last(hidden, lengths), last), cache
+
+
+def _last(hidden: jax.Array, lengths: jax.Array) -> jax.Array:
+    """``[B, T, H]`` to ``[B, H]``: each row's last real token."""
+    index = jnp.maximum(lengths - 1, 0)[:, None, None]
+    return jnp.take_along_axis(hidden, index, axis=1)[:, 0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 7))
+def _begin(
+    skeleton: _Skeleton,
+    leaves: list[jax.Array],
+    last: jax.Array,
+    ids: jax.Array,
+    lengths: jax.Array,
+    seeds: jax.Array,
+    numbers: Numbers,
+    rules: Rules,
+) -> tuple[jax.Array, SamplerState]:
+    """The first new token of each row."""
+    model = skeleton.model(leaves)
+    logits = model.logits(last)
+    state = start_sampler(rules, seeds, ids, lengths, logits.shape[-1])
+    return choose(logits, state, rules, numbers)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=(3, 4))
+def _step(
+    skeleton: _Skeleton,
+    leaves: list[jax.Array],
+    token: jax.Array,
+    cache: KVCache,
+    state: SamplerState,
+    numbers: Numbers,
+    rules: Rules,
+) -> _Made:
+    """The token after ``token``."""
     model = skeleton.model(leaves)
     hidden, cache = model.hidden_states(token[:, None], cache)
-    return _likeliest(model, hidden[:, 0]), cache
-
-
-def _likeliest(model: Decoder, hidden: jax.Array) -> jax.Array:
-    return jnp.argmax(model.logits(hidden), axis=-1).astype(jnp.int32)
+    token, state = choose(model.logits(hidden[:, 0]), state, rules, numbers)
+    return token, cache, state
 
 
 class _Run:
-    """One generation: compiles both programs, then gives one token per call."""
+    """One generation: compiles its programs, then gives one token per row and call."""
 
-    def __init__(self, model: Decoder, token_ids: ArrayLike, max_new_tokens: int) -> None:
-        if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
-        self.token_ids = model.check_token_ids(token_ids)
-        self.batch, length = self.token_ids.shape
-        if length == 0:
-            raise ValueError("token_ids must hold at least one token per row, got an empty prompt")
-        limit = model.config.max_positions
-        if length + max_new_tokens > limit:
-            raise ValueError(
-                f"max_new_tokens must be at most {max(limit - length, 0)}: the model has {limit} positions "
-                f"and the prompt takes {length}, got {max_new_tokens}"
-            )
-        self.capacity = -(-(length + max_new_tokens) // CACHE_MULTIPLE) * CACHE_MULTIPLE
+    def __init__(self, model: Decoder, prompts: Prompts, request: Request) -> None:
+        self.prompts = prompts
+        self.batch = len(prompts.ids)
+        _check_lengths(prompts.longest, request.max_new_tokens, model.config.max_positions)
+        self.chunks = [
+            (model.check_token_ids(chunk.ids), chunk.lengths)
+            for chunk in prompts.chunks(request.prefill_chunk)
+        ]
+        read = sum(ids.shape[1] for ids, _ in self.chunks)
+        self.capacity = _capacity(max(read, prompts.longest + request.max_new_tokens))
         self.skeleton, self.leaves = _take_apart(model)
+        self.rules, self.numbers = request.sampling.rules, request.sampling.numbers
+        self.seeds = request.sampling.seeds(self.batch)
+        seen = prompts.ids if self.rules.uses_penalty else prompts.ids[:, :0]
+        self.seen = np.pad(seen, ((0, 0), (0, -seen.shape[1] % SMALLEST_CHUNK)))
 
     def compile(self, steps: bool) -> None:
         """Compiles what isn't compiled yet; the calls below find it."""
-        prefill = _prefill.lower(self.skeleton, self.leaves, self.token_ids, self.capacity)
-        prefill.compile()
+        ids, lengths = self.chunks[0]
+        last, cache = _compile(_prefill, self.skeleton, self.leaves, ids, lengths, self.capacity)
+        for ids, lengths in self.chunks[1:]:
+            last, cache = _compile(_extend, self.skeleton, self.leaves, ids, lengths, last, cache)
+        token, state = _compile(_begin, self.skeleton, self.leaves, last, *self._start())
         if steps:
-            token, cache = prefill.out_info
-            _step.lower(self.skeleton, self.leaves, token, cache).compile()
+            _compile(_step, self.skeleton, self.leaves, token, cache, state, self.numbers, self.rules)
 
-    def prefill(self) -> Made:
-        """The first new token and the cache."""
-        made: Made = _prefill(self.skeleton, self.leaves, self.token_ids, self.capacity)
+    def prefill(self) -> _Made:
+        """The first new token."""
+        (ids, lengths), *further = self.chunks
+        last, cache = _prefill(self.skeleton, self.leaves, ids, lengths, self.capacity)
+        for ids, lengths in further:
+            last, cache = _extend(self.skeleton, self.leaves, ids, lengths, last, cache)
+        token, state = _begin(self.skeleton, self.leaves, last, *self._start())
+        return token, cache, state
+
+    def step(self, token: jax.Array, cache: KVCache, state: SamplerState) -> _Made:
+        """The token after ``token``; cache and state are used up."""
+        made: _Made = _step(self.skeleton, self.leaves, token, cache, state, self.numbers, self.rules)
         return made
 
-    def step(self, token: jax.Array, cache: KVCache) -> Made:
-        """The token after ``token``; the cache given is used up."""
-        made: Made = _step(self.skeleton, self.leaves, token, cache)
-        return made
+    def _start(self) -> tuple[Any, ...]:
+        return self.seen, self.prompts.lengths, self.seeds, self.numbers, self.rules
+
+
+def _compile(function: Any, *arguments: Any) -> Any:
+    """What ``function`` will return, as shapes."""
+    lowered = function.lower(*arguments)
+    lowered.compile()
+    return lowered.out_info
+
+
+def _check_lengths(longest: int, max_new_tokens: int, limit: int) -> None:
+    if longest > limit:
+        raise ValueError(
+            f"token_ids must hold at most {limit} tokens per row, the model's positions, got {longest}"
+        )
+    if longest + max_new_tokens > limit:
+        raise ValueError(
+            f"max_new_tokens must be at most {limit - longest}: the model has {limit} positions and the "
+            f"longest prompt takes {longest}, got {max_new_tokens}"
+        )
+
+
+def _capacity(positions: int) -> int:
+    power = 1 << (positions - 1).bit_length()
+    return cache_slots(power if power <= CACHE_MULTIPLE else -(-positions // CACHE_MULTIPLE) * CACHE_MULTIPLE)
 
 
 class _Ends:
-    """Keeps account of rows that came to an id which ends them."""
+    """Keeps account of rows that ended, by an id or by :meth:`end`."""
 
     def __init__(self, stop_token_ids: Sequence[int], batch: int) -> None:
         self._ids = np.asarray(stop_token_ids, np.int32)
-        self._last = np.full(batch, -1, np.int32)
+        self._last = np.zeros(batch, np.int32)
+        self._ended = np.zeros(batch, bool)
 
     def mask(self, token: TokenIds) -> TokenIds:
-        """The row's end id wherever a row ended before, else ``token``."""
-        masked = np.where(self._last >= 0, self._last, token)
-        self._last = np.where(np.isin(masked, self._ids), masked, -1)
-        return masked
+        """The row's last id wherever a row ended before, else ``token``."""
+        self._last = np.where(self._ended, self._last, token)
+        self._ended |= np.isin(self._last, self._ids)
+        return self._last
+
+    def end(self, row: int) -> None:
+        self._ended[row] = True
 
     @property
-    def all(self) -> bool:
-        """Whether every row ended."""
-        return bool((self._last >= 0).all())
+    def rows(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """bool ``[B]``: which rows ended."""
+        return self._ended.copy()
 
 
-class GreedyStream:
+class TokenStream:
     """An iterator over the ids of each step, int32 ``[B]``, made as they are asked for.
+
+    It ends after ``max_new_tokens`` steps, or once every row has ended. A row that ended before the others
+    repeats its last id.
 
     Attributes:
       times: filled in along the way.
       batch: B.
     """
 
-    def __init__(
-        self, model: Decoder, token_ids: ArrayLike, max_new_tokens: int, stop_token_ids: Sequence[int]
-    ) -> None:
+    def __init__(self, model: Decoder, token_ids: PromptIds, request: Request) -> None:
         """Raises TypeError or ValueError as :meth:`Decoder.generate`."""
         self.times = GenerationTimes()
-        self._run = _Run(model, token_ids, max_new_tokens)
-        self._max_new_tokens = max_new_tokens
+        self._run = _Run(model, check_prompts(token_ids, model.config.vocab_size), request)
+        self._max_new_tokens = request.max_new_tokens
         self.batch = self._run.batch
-        self._ends = _Ends(stop_token_ids, self.batch)
+        self._ends = _Ends(request.stop_token_ids, self.batch)
         self._tokens = self._steps()
 
     def __iter__(self) -> Iterator[TokenIds]:
@@ -177,6 +297,15 @@ class GreedyStream:
 
     def __next__(self) -> TokenIds:
         return next(self._tokens)
+
+    @property
+    def ended(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """bool ``[B]``: rows that came to a stop id, or were ended by :meth:`end`."""
+        return self._ends.rows
+
+    def end(self, row: int) -> None:
+        """Ends a row: what comes for it from now on is its last id."""
+        self._ends.end(row)
 
     def _steps(self) -> Iterator[TokenIds]:
         if self._max_new_tokens == 0:
@@ -186,37 +315,35 @@ class GreedyStream:
         self._run.compile(steps=self._max_new_tokens > 1)
         compiled = time.perf_counter()
         times.compile_seconds = compiled - start
-        token, cache = self._run.prefill()
-        ids = np.asarray(token)
+        made = self._run.prefill()
+        ids = np.asarray(made[0])
         times.prefill_seconds = time.perf_counter() - compiled
-        times.prefill_tokens = self._run.token_ids.size
+        times.prefill_tokens = int(self._run.prompts.lengths.sum())
         yield self._ends.mask(ids)
         for _ in range(self._max_new_tokens - 1):
-            if self._ends.all:
+            if self._ends.rows.all():
                 return
             start = time.perf_counter()
-            token, cache = self._run.step(token, cache)
-            ids = np.asarray(token)
+            made = self._run.step(*made)
+            ids = np.asarray(made[0])
             times.decode_seconds += time.perf_counter() - start
             times.decode_tokens += ids.size
             yield self._ends.mask(ids)
 
 
-def generate(
-    model: Decoder, token_ids: ArrayLike, max_new_tokens: int, stop_token_ids: Sequence[int]
-) -> TokenIds:
+def generate(model: Decoder, token_ids: PromptIds, request: Request) -> TokenIds:
     """As :meth:`jax_w4a8.models.decoder.Decoder.generate`, whose arguments and errors these are."""
-    if len(stop_token_ids):
-        stream = GreedyStream(model, token_ids, max_new_tokens, stop_token_ids)
+    if request.stop_token_ids:
+        stream = TokenStream(model, token_ids, request)
         return _columns(list(stream), stream.batch)
-    run = _Run(model, token_ids, max_new_tokens)
+    run = _Run(model, check_prompts(token_ids, model.config.vocab_size), request)
     tokens: list[jax.Array] = []
-    if max_new_tokens:
-        token, cache = run.prefill()
-        tokens.append(token)
-        for _ in range(max_new_tokens - 1):  # nothing waits for a token, so steps queue up
-            token, cache = run.step(token, cache)
-            tokens.append(token)
+    if request.max_new_tokens:
+        made = run.prefill()
+        tokens.append(made[0])
+        for _ in range(request.max_new_tokens - 1):  # nothing waits for a token, so steps queue up
+            made = run.step(*made)
+            tokens.append(made[0])
     return _columns([np.asarray(token) for token in tokens], run.batch)
 
 

@@ -1,19 +1,19 @@
-"""Text in, text out: a checkpoint's tokenizer around greedy generation."""
+"""Text in, text out: a checkpoint's tokenizer around generation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jax_w4a8.checkpoint import CheckpointError
-from jax_w4a8.models.decoder import Decoder
-from jax_w4a8.models.generation import GenerationTimes
+from jax_w4a8.models.decoder import GREEDY, Decoder
+from jax_w4a8.models.detokenizer import Detokenizer, StopStrings
+from jax_w4a8.models.generation import GenerationTimes, TokenStream
+from jax_w4a8.models.prompts import DEFAULT_CHUNK
+from jax_w4a8.models.sampling import Sampling
 
 TOKENIZER_FILE = "tokenizer.json"
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -37,29 +37,73 @@ def load_tokenizer(path: str | Path) -> Any:
         raise CheckpointError(f"{file} can't be read as a tokenizer: {error}") from error
 
 
+class _Row:
+    """The text of one row of a batch, in pieces."""
+
+    def __init__(self, tokenizer: Any, stop_strings: str | Sequence[str]) -> None:
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = StopStrings(stop_strings)
+
+    @property
+    def ids(self) -> list[int]:
+        return self._detokenizer.ids
+
+    @property
+    def stopped(self) -> bool:
+        return self._stops.found
+
+    def add(self, token_id: int) -> str:
+        return self._stops.add(self._detokenizer.add(token_id))
+
+    def finish(self) -> str:
+        return self._stops.add(self._detokenizer.finish()) + self._stops.finish()
+
+
 class TextStream:
     """An iterator over the pieces of a text, as a model makes them; it ends with the text.
 
-    A piece may be more than one token: one that ends inside a character waits for the rest.
+    A piece may be more than one token: one that ends inside a character, or in what may become a stop string,
+    waits for the rest. The stop string itself is no part of the text.
 
     Attributes:
       ids: the new tokens so far, an end-of-text id included.
     """
 
-    def __init__(self, model: Decoder, tokenizer: Any, prompt: str, max_new_tokens: int) -> None:
-        """Raises ValueError if the prompt has no tokens, or too many, or ones that the model doesn't know."""
-        prompt_ids = tokenizer.encode(prompt).ids
-        if not prompt_ids:
-            raise ValueError("prompt must not be empty")
-        self._tokenizer = tokenizer
-        self._stream = model.stream(np.asarray([prompt_ids], np.int32), max_new_tokens)
-        self.ids: list[int] = []
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Any,
+        prompt: str | Sequence[int],
+        max_new_tokens: int,
+        *,
+        sampling: Sampling = GREEDY,
+        stop_strings: str | Sequence[str] = (),
+        prefill_chunk: int = DEFAULT_CHUNK,
+    ) -> None:
+        """Takes a text, or its ids as a chat template's text has them, which already holds special tokens.
+
+        Raises:
+          TypeError, ValueError: as :meth:`Decoder.generate`; also for stop strings that are empty or none.
+        """
+        ids = _encode(tokenizer, prompt)
+        self._row = _Row(tokenizer, stop_strings)
+        self._stream = model.stream([ids], max_new_tokens, sampling=sampling, prefill_chunk=prefill_chunk)
         self._pieces = self._decode()
+
+    @property
+    def ids(self) -> list[int]:
+        """The new tokens so far, an end-of-text id included."""
+        return self._row.ids
 
     @property
     def times(self) -> GenerationTimes:
         """Where the time went so far."""
         return self._stream.times
+
+    @property
+    def finish_reason(self) -> str:
+        """``stop`` after an end-of-text id or a stop string, else ``length``."""
+        return "stop" if self._row.stopped or bool(self._stream.ended[0]) else "length"
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces
@@ -68,13 +112,69 @@ class TextStream:
         return next(self._pieces)
 
     def _decode(self) -> Iterator[str]:
-        done = ""
         for token in self._stream:
-            self.ids.append(int(token[0]))
-            text: str = self._tokenizer.decode(self.ids)
-            if not text.endswith(_INCOMPLETE) and len(text) > len(done):
-                yield text[len(done) :]
-                done = text
-        rest = self._tokenizer.decode(self.ids)[len(done) :] if self.ids else ""
+            piece = self._row.add(int(token[0]))
+            if piece:
+                yield piece
+            if self._row.stopped:
+                return
+        rest = self._row.finish()
         if rest:
             yield rest
+
+
+def generate_texts(
+    model: Decoder,
+    tokenizer: Any,
+    prompts: Sequence[str | Sequence[int]],
+    max_new_tokens: int = 32,
+    *,
+    sampling: Sampling = GREEDY,
+    stop_strings: str | Sequence[str] = (),
+    prefill_chunk: int = DEFAULT_CHUNK,
+) -> list[str]:
+    """Continues several texts at once, each as it would be alone.
+
+    Args:
+      model: what continues them.
+      tokenizer: the model's, as :func:`load_tokenizer` gives it.
+      prompts: texts, or ids.
+      max_new_tokens, sampling, prefill_chunk: as for :meth:`Decoder.generate`.
+      stop_strings: a text ends before the first of these.
+
+    Returns:
+      What follows each prompt.
+
+    Raises:
+      As :class:`TextStream`.
+    """
+    stream = model.stream(
+        [_encode(tokenizer, prompt) for prompt in prompts],
+        max_new_tokens,
+        sampling=sampling,
+        prefill_chunk=prefill_chunk,
+    )
+    rows = [_Row(tokenizer, stop_strings) for _ in prompts]
+    texts = [""] * len(rows)
+    for tokens, ended in _with_ends(stream):
+        for number, row in enumerate(rows):
+            if not ended[number]:
+                texts[number] += row.add(int(tokens[number]))
+                if row.stopped:
+                    stream.end(number)
+    return [text + ("" if row.stopped else row.finish()) for text, row in zip(texts, rows, strict=True)]
+
+
+def _with_ends(stream: TokenStream) -> Iterator[tuple[Any, Any]]:
+    """Each step's ids, and which rows had ended before it."""
+    ended = stream.ended
+    for tokens in stream:
+        yield tokens, ended
+        ended = stream.ended
+
+
+def _encode(tokenizer: Any, prompt: str | Sequence[int]) -> list[int]:
+    ids = tokenizer.encode(prompt).ids if isinstance(prompt, str) else list(prompt)
+    if not ids:
+        raise ValueError("prompt must not be empty")
+    return ids
