@@ -10,12 +10,14 @@ import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
 
-from jax_w4a8.models.attention import Attention
+from jax_w4a8.models.attention import Attention, LayerCache
 from jax_w4a8.models.cache import KVCache
 from jax_w4a8.models.config import DecoderConfig
 from jax_w4a8.models.generation import GreedyStream, generate
+from jax_w4a8.models.latent_attention import LatentAttention
 from jax_w4a8.models.layers import Embedding, Linear, QuantizedOptions, RMSNorm
 from jax_w4a8.models.mlp import DenseMLP, MoE
+from jax_w4a8.models.span import Span
 from jax_w4a8.oracle import W4A8Int8MoeBackend, resolve_backend
 
 
@@ -25,7 +27,7 @@ class DecoderLayer(nnx.Module):
     def __init__(
         self,
         attention_norm: RMSNorm,
-        attention: Attention,
+        attention: Attention | LatentAttention,
         mlp_norm: RMSNorm,
         mlp: DenseMLP | MoE,
     ) -> None:
@@ -34,11 +36,9 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = mlp_norm
         self.mlp = mlp
 
-    def __call__(
-        self, x: jax.Array, cache: tuple[jax.Array, jax.Array], start: jax.Array | int
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def __call__(self, x: jax.Array, cache: LayerCache, span: Span) -> tuple[jax.Array, LayerCache]:
         """As :meth:`Attention.__call__`."""
-        mixed, cache = self.attention(self.attention_norm(x), cache, start)
+        mixed, cache = self.attention(self.attention_norm(x), cache, span)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), cache
 
@@ -122,8 +122,9 @@ class Decoder(nnx.Module):
         """States after the last norm, float32 ``[B, T, H]``, of tokens that follow those in the cache."""
         x = self.embedding(token_ids)
         layers = []
+        span = Span(cache.length, token_ids.shape[1], jnp.zeros(token_ids.shape[0], jnp.int32))
         for layer, kept in zip(self.layers, cache.layers, strict=True):
-            x, kept = layer(x, kept, cache.length)
+            x, kept = layer(x, kept, span)
             layers.append(kept)
         return self.final_norm(x), KVCache(tuple(layers), cache.length + token_ids.shape[1])
 
@@ -133,10 +134,12 @@ class Decoder(nnx.Module):
 
     def empty_cache(self, batch: int, positions: int) -> KVCache:
         """A cache for ``batch`` rows of up to ``positions`` tokens."""
-        config = self.config
-        shape = (batch, positions, config.num_kv_heads, config.head_dim)
         layers = tuple(
-            (jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)) for _ in range(config.num_layers)
+            (
+                jnp.zeros((batch, positions, *first), jnp.float32),
+                jnp.zeros((batch, positions, *second), jnp.float32),
+            )
+            for first, second in (attention.cache_sizes for attention in self.config.attentions)
         )
         return KVCache(layers, jnp.int32(0))
 

@@ -27,8 +27,21 @@ class DenseMLP(nnx.Module):
         return self.down(activate(self.gate(x), self.up(x), self.activation))
 
 
+class SharedExpert(nnx.Module):
+    """An MLP for every token, multiplied by the sigmoid of ``gate(x)`` if there is a gate."""
+
+    def __init__(self, mlp: DenseMLP, gate: Linear | None) -> None:
+        self.mlp = mlp
+        self.gate = gate
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """float32 ``[B, T, H]`` to the same."""
+        y = self.mlp(x)
+        return y if self.gate is None else jax.nn.sigmoid(self.gate(x)) * y
+
+
 class MoE(nnx.Module):
-    """A router and its experts."""
+    """A router and its experts, and what every token passes through beside them."""
 
     def __init__(
         self,
@@ -37,21 +50,28 @@ class MoE(nnx.Module):
         router: Linear,
         experts: ExpertWeights,
         options: QuantizedOptions,
+        correction_bias: jax.Array | None = None,
+        shared: SharedExpert | None = None,
     ) -> None:
         self.activation = activation
         self.routing = routing
         self.router = router
         self.experts = PackedWeight(experts)
         self.options = options
+        self.correction_bias = None if correction_bias is None else nnx.Param(correction_bias)
+        self.shared = shared
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """float32 ``[B, T, H]`` to the same; router logits are float32."""
-        return moe(
+        bias = self.correction_bias
+        routed = moe(
             x,
             self.router(x),
             self.experts.get_value(),
             self.routing,
+            correction_bias=None if bias is None else bias.get_value(),
             activation=self.activation,
             activation_scheme=self.options.activation_scheme,
             backend=self.options.backend,
         )
+        return routed if self.shared is None else routed + self.shared(x)
