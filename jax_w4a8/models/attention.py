@@ -1,69 +1,32 @@
-"""Grouped-query attention with rotary positions; one function serves whole prompts and single tokens."""
+"""Grouped-query attention with rotary positions; one call serves whole prompts, parts of them and tokens."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
+from jax_w4a8.models.attend import attend, cache_slots
+from jax_w4a8.models.cache import LayerCache, store
 from jax_w4a8.models.config import AttentionConfig
 from jax_w4a8.models.layers import Linear, RMSNorm
 from jax_w4a8.models.span import Span
 
-_HIGHEST = lax.Precision.HIGHEST
 
-#: What a layer remembers of the tokens before: float32 ``[B, S, heads, D]`` each.
-LayerCache = tuple[jax.Array, jax.Array]
-
-
-def attend(
-    queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    mask: jax.Array,
-    scale: float,
-    sinks: jax.Array | None = None,
-) -> jax.Array:
-    """Attention of T tokens over S positions.
-
-    Args:
-      queries: float32 ``[B, T, N, D]``.
-      keys: float32 ``[B, S, M, D]``; N is a multiple of M, whose heads serve N / M query heads each.
-      values: float32 ``[B, S, M, V]``.
-      mask: bool ``[B, T, S]``: which positions a token sees. The others are never looked at, whatever finite
-        values they hold.
-      scale: multiplies the scores.
-      sinks: float32 ``[N]``, a logit for each head that takes its share of the softmax and adds nothing.
-
-    Returns:
-      float32 ``[B, T, N, V]``.
-    """
-    batch, tokens, heads, dim = queries.shape
-    kv_heads = keys.shape[2]
-    grouped = queries.reshape(batch, tokens, kv_heads, heads // kv_heads, dim)
-    scores = jnp.einsum("btmgd,bsmd->bmgts", grouped, keys, precision=_HIGHEST) * scale
-    scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
-    if sinks is None:
-        probabilities = jax.nn.softmax(scores, axis=-1)
-    else:
-        probabilities = _softmax_beside(scores, sinks.reshape(kv_heads, -1, 1, 1))
-    mixed = jnp.einsum("bmgts,bsmd->btmgd", probabilities, values, precision=_HIGHEST)
-    return mixed.reshape(batch, tokens, heads, values.shape[-1])
-
-
-def _softmax_beside(scores: jax.Array, logit: jax.Array) -> jax.Array:
-    """Softmax over the last axis and one more ``logit`` (broadcast), without the latter's share."""
-    peak = jnp.maximum(scores.max(axis=-1, keepdims=True), logit)
-    powers = jnp.exp(scores - peak)
-    return powers / (powers.sum(axis=-1, keepdims=True) + jnp.exp(logit - peak))
-
-
-def remember(cache: LayerCache, first: jax.Array, second: jax.Array, span: Span) -> LayerCache:
-    """The cache with float32 ``[B, T, heads, D]`` written from ``span.start`` on."""
+def empty_pair(batch: int, heads: int, positions: int, key_dim: int, value_dim: int) -> LayerCache:
+    """Zeros for the keys ``[B, M, S, K]`` and the values ``[B, M, V, S]`` of up to ``positions`` tokens."""
+    slots = cache_slots(positions)
     return (
-        lax.dynamic_update_slice_in_dim(cache[0], first, span.start, axis=1),
-        lax.dynamic_update_slice_in_dim(cache[1], second, span.start, axis=1),
+        jnp.zeros((batch, heads, slots, key_dim), jnp.float32),
+        jnp.zeros((batch, heads, value_dim, slots), jnp.float32),
+    )
+
+
+def store_pair(cache: LayerCache, keys: jax.Array, values: jax.Array, span: Span) -> LayerCache:
+    """The cache with a span's keys ``[B, T, M, K]`` and values ``[B, T, M, V]``."""
+    return (
+        store(cache[0], keys.transpose(0, 2, 1, 3), span, axis=2),
+        store(cache[1], values.transpose(0, 2, 3, 1), span, axis=3),
     )
 
 
@@ -91,30 +54,34 @@ class Attention(nnx.Module):
         self.sinks = None if sinks is None else nnx.Param(sinks)
 
     def __call__(self, x: jax.Array, cache: LayerCache, span: Span) -> tuple[jax.Array, LayerCache]:
-        """Attention of T tokens over the cache and themselves.
+        """Attention of a span's tokens over the cache and themselves.
 
         Args:
           x: float32 ``[B, T, H]``.
-          cache: keys and values, float32 ``[B, S, M, D]``, filled up to ``span.start``.
-          span: where the tokens stand.
+          cache: keys float32 ``[B, M, S, D]`` and values float32 ``[B, M, D, S]`` of the tokens before.
+          span: which positions the tokens have.
 
         Returns:
-          float32 ``[B, T, H]``, and the cache filled up to ``span.start + T``.
+          float32 ``[B, T, H]``, and the cache with the tokens added.
         """
         config = self.config
         queries, keys, values = self._project(x, span)
-        cache = remember(cache, keys, values, span)
-        mask = span.mask(cache[0].shape[1], config.window)
-        sinks = None if self.sinks is None else self.sinks.get_value().astype(jnp.float32)
-        mixed = attend(queries, *cache, mask, config.scale, sinks)
-        return self.output(mixed.reshape(*x.shape[:2], -1)), cache
+        keys, values = store_pair(cache, keys, values, span)
+        sinks = None if self.sinks is None else self.sinks.get_value()
+        mixed = attend(queries, keys, values, span, scale=config.scale, window=config.window, sinks=sinks)
+        return self.output(mixed.reshape(*x.shape[:2], -1)), (keys, values)
+
+    def empty_cache(self, batch: int, positions: int) -> LayerCache:
+        """A cache for ``batch`` rows of up to ``positions`` tokens."""
+        config = self.config
+        return empty_pair(batch, config.num_kv_heads, positions, config.head_dim, config.head_dim)
 
     def _project(self, x: jax.Array, span: Span) -> tuple[jax.Array, jax.Array, jax.Array]:
         config = self.config
         queries = self._heads(self.query(x), self.query_norm)
         keys = self._heads(self.key(x), self.key_norm)
         values = self._heads(self.value(x), None)
-        table = config.rotary.table(span.positions)
+        table = config.rotary.table(span)
         return config.rotary.rotate(queries, table), config.rotary.rotate(keys, table), values
 
     def _heads(self, x: jax.Array, norm: RMSNorm | None) -> jax.Array:

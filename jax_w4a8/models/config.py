@@ -9,9 +9,6 @@ from jax_w4a8.experts.base import Activation
 from jax_w4a8.models.rotary import RotaryConfig
 from jax_w4a8.routing import Routing
 
-#: Sizes of what a layer remembers of a token: heads and width of two arrays.
-CacheSizes = tuple[tuple[int, int], tuple[int, int]]
-
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
@@ -44,11 +41,6 @@ class AttentionConfig:
         """Multiplies the scores."""
         return float(self.head_dim**-0.5)
 
-    @property
-    def cache_sizes(self) -> CacheSizes:
-        """Keys and values."""
-        return (self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
-
 
 @dataclasses.dataclass(frozen=True)
 class LatentAttentionConfig:
@@ -74,11 +66,6 @@ class LatentAttentionConfig:
     rotary: RotaryConfig
     scale: float
     bias: bool = False
-
-    @property
-    def cache_sizes(self) -> CacheSizes:
-        """The latent vector and the part of the key that carries the position, for all heads at once."""
-        return (1, self.rank), (1, self.rope_dim)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -91,7 +91,7 @@ def _yarn_growth(fields: Fields) -> float:
 def _mlps(
     fields: Fields, routing: Callable[[], Routing], *, correction_bias: bool
 ) -> tuple[DenseConfig | MixtureConfig, ...]:
-    """The first ``first_k_dense_replace`` layers are dense, and so are all that ``moe_layer_freq`` leaves out."""
+    """Dense are the first ``first_k_dense_replace`` layers, and those that ``moe_layer_freq`` leaves out."""
     first, step = fields.integer("first_k_dense_replace", 0, minimum=0), fields.integer("moe_layer_freq", 1)
     layers = range(fields.integer("num_hidden_layers"))
     sparse = [layer >= first and layer % step == 0 for layer in layers]
@@ -116,7 +116,7 @@ def _routing_v2(fields: Fields) -> Routing:
     if method not in ("greedy", "group_limited_greedy"):
         raise fields.error("topk_method", "'greedy' or 'group_limited_greedy'")
     if fields.flag("norm_topk_prob", False):
-        raise fields.error("norm_topk_prob", "false, as in every DeepSeek-V2: implementations disagree on true")
+        raise fields.error("norm_topk_prob", "false: implementations disagree on what true means")
     grouped = method == "group_limited_greedy"
     return Routing(
         top_k=read_top_k(fields),

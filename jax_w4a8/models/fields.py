@@ -35,7 +35,9 @@ class Fields:
 
     def error(self, name: str, expected: str) -> CheckpointError:
         """An error about the value of a field."""
-        return CheckpointError(f"{self._where}: {self._prefix}{name} must be {expected}, got {self.get(name)!r}")
+        return CheckpointError(
+            f"{self._where}: {self._prefix}{name} must be {expected}, got {self.get(name)!r}"
+        )
 
     def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
         """An integer of at least ``minimum``."""

@@ -1,13 +1,13 @@
 """Multi-head latent attention (arXiv:2405.04434): keys and values are made of one narrow vector per token.
 
-The cache holds that latent vector and the part of the key that carries the position, for all heads at once:
-rank + rope_dim numbers per token, where keys and values of all heads would be dozens of times as many.
+The cache holds that latent vector and the part of the key that carries the position, for all heads at once,
+where keys and values of all heads would be dozens of times as many numbers. They are never made: the map that
+would make them (``kv_b_proj``) moves to the other side, its half for keys into the query, its half for values
+behind the mixture, so that all heads attend over the latent vectors as their one key and value head.
 
-The map from the latent vector to keys and values (``kv_b_proj``) is W4A8 as any other, but runs in float32: the
-latent vector is quantised when it is cached, and the weight is dequantised when it is loaded, so that their
-product is the same up to float32's rounding. That lets one token skip the keys and values of all positions: it
-moves the map to the other side, into the query and behind the mixture. Prompts make keys and values instead,
-which takes fewer operations as soon as there are many queries.
+``kv_b_proj`` is W4A8 as any other map, yet runs in float32 here: the latent vector is rounded to INT8 when it is
+cached, and the weight is dequantised when it is loaded, so that their product is the same up to float32's
+rounding.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from jax_w4a8.experts.xla import quantize_rows
-from jax_w4a8.models.attention import LayerCache, attend, remember
+from jax_w4a8.invariance import barrier, matmul_transposed
+from jax_w4a8.models.attend import attend
+from jax_w4a8.models.attention import empty_pair, store_pair
+from jax_w4a8.models.cache import LayerCache
 from jax_w4a8.models.config import LatentAttentionConfig
-from jax_w4a8.models.layers import Linear, QuantizedOptions, RMSNorm
+from jax_w4a8.models.layers import Linear, RMSNorm
 from jax_w4a8.models.span import Span
-
-_HIGHEST = lax.Precision.HIGHEST
 
 #: Of the norms of latent vectors, whatever the configuration says of other norms.
 LATENT_NORM_EPSILON = 1e-6
@@ -43,29 +43,44 @@ class LatentQuery(nnx.Module):
 
 
 class LatentUp(nnx.Module):
-    """The map from the latent vector to keys without positions and values, head by head.
+    """The map from the latent vector to keys (without positions) and values, split up by head.
 
     Attributes:
-      weight: ``[N, nope_dim + value_dim, rank]``, floating point; dequantised if it was INT4.
-      activation_scheme: how its inputs are quantised; None not at all.
+      key: ``[N, rank, nope_dim]``, float32, ready to be multiplied with queries.
+      value: ``[N, value_dim, rank]``, float32.
+      activation_scheme: how the map's inputs are quantised; None not at all.
     """
 
-    def __init__(self, weight: jax.Array, activation_scheme: str | None) -> None:
-        self.weight = nnx.Param(weight)
+    def __init__(self, weight: jax.Array, nope_dim: int, activation_scheme: str | None) -> None:
+        """Takes ``[N, nope_dim + value_dim, rank]``, floating point; dequantised if it was INT4."""
+        weight = jnp.asarray(weight, jnp.float32)
+        self.key = nnx.Param(weight[:, :nope_dim].transpose(0, 2, 1))
+        self.value = nnx.Param(weight[:, nope_dim:])
         self.activation_scheme = activation_scheme
 
     def quantize_input(self, latent: jax.Array) -> jax.Array:
-        """The latent vectors ``[B, T, rank]`` that the map sees: rounded to INT8 if it is W4A8."""
+        """Latent vectors ``[B, T, rank]`` as the map sees them: rounded to INT8 if it is W4A8."""
         if self.activation_scheme is None:
             return latent
-        rows = quantize_rows(latent.reshape(-1, latent.shape[-1]), self.activation_scheme)
+        rows = quantize_rows(barrier(latent.reshape(-1, latent.shape[-1])), self.activation_scheme)
         values = (rows.codes.astype(jnp.float32) - rows.zero[:, None]) * rows.scale[:, None]
-        return values.reshape(latent.shape)
+        return barrier(values.reshape(latent.shape))
 
-    def parts(self, nope_dim: int) -> tuple[jax.Array, jax.Array]:
-        """Weights of keys ``[N, nope_dim, rank]`` and values ``[N, value_dim, rank]``, float32."""
-        weight = self.weight.get_value().astype(jnp.float32)
-        return weight[:, :nope_dim], weight[:, nope_dim:]
+    def into_query(self, queries: jax.Array) -> jax.Array:
+        """Queries ``[B, T, N, nope_dim]`` as queries for latent vectors, ``[B, T, N, rank]``."""
+        return _per_head(queries, self.key.get_value())
+
+    def of_mixture(self, mixed: jax.Array) -> jax.Array:
+        """Values ``[B, T, N, value_dim]`` of each head's mixture of latent vectors ``[B, T, N, rank]``."""
+        return _per_head(mixed, self.value.get_value())
+
+
+def _per_head(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """float32 ``[B, T, N, K]`` and ``[N, M, K]`` to ``[B, T, N, M]``."""
+    batch, tokens, heads, width = x.shape
+    rows = x.transpose(2, 0, 1, 3).reshape(heads, batch * tokens, width)
+    product = matmul_transposed(rows, weight)
+    return product.reshape(heads, batch, tokens, -1).transpose(1, 2, 0, 3)
 
 
 class LatentAttention(nnx.Module):
@@ -88,45 +103,32 @@ class LatentAttention(nnx.Module):
         self.output = output
 
     def __call__(self, x: jax.Array, cache: LayerCache, span: Span) -> tuple[jax.Array, LayerCache]:
-        """Attention of T tokens over the cache and themselves.
+        """Attention of a span's tokens over the cache and themselves.
 
         Args:
           x: float32 ``[B, T, H]``.
-          cache: latent vectors ``[B, S, 1, rank]`` and the keys' parts with positions ``[B, S, 1, rope_dim]``,
-            float32, filled up to ``span.start``.
-          span: where the tokens stand.
+          cache: float32 ``[B, 1, S, rank + rope_dim]``, latent vectors and beside them the keys' parts with
+            positions, and ``[B, 1, rank, S]``, latent vectors again, turned as :func:`attend` takes values.
+          span: which positions the tokens have.
 
         Returns:
-          float32 ``[B, T, H]``, and the cache filled up to ``span.start + T``.
+          float32 ``[B, T, H]``, and the cache with the tokens added.
         """
         config = self.config
-        table = config.rotary.table(span.positions)
+        table = config.rotary.table(span)
         queries = self.query(x).reshape(*x.shape[:2], config.num_heads, -1)
-        plain, turned = queries[..., : config.nope_dim], queries[..., config.nope_dim :]
-        turned = config.rotary.rotate(turned, table)
-        latent, key = jnp.split(self.latent_down(x)[:, :, None], [config.rank], axis=-1)
-        latent = self.latent_up.quantize_input(self.latent_norm(latent))
-        cache = remember(cache, latent, config.rotary.rotate(key, table), span)
-        mask = span.mask(cache[0].shape[1])
-        mixed = (self._absorb if x.shape[1] == 1 else self._expand)(plain, turned, cache, mask)
-        return self.output(mixed.reshape(*x.shape[:2], -1)), cache
+        plain, turned = jnp.split(queries, [config.nope_dim], axis=-1)
+        queries = jnp.concatenate(
+            [self.latent_up.into_query(plain), config.rotary.rotate(turned, table)], axis=-1
+        )
+        latent, key = jnp.split(self.latent_down(x), [config.rank], axis=-1)
+        latent = self.latent_up.quantize_input(self.latent_norm(latent))[:, :, None]
+        key = config.rotary.rotate(key[:, :, None], table)
+        keys, values = store_pair(cache, jnp.concatenate([latent, key], axis=-1), latent, span)
+        mixed = self.latent_up.of_mixture(attend(queries, keys, values, span, scale=config.scale))
+        return self.output(mixed.reshape(*x.shape[:2], -1)), (keys, values)
 
-    def _absorb(self, plain: jax.Array, turned: jax.Array, cache: LayerCache, mask: jax.Array) -> jax.Array:
-        """Attends over latent vectors, as the one key and value head of all query heads."""
-        key_weight, value_weight = self.latent_up.parts(self.config.nope_dim)
-        latent = jnp.einsum("btnd,ndr->btnr", plain, key_weight, precision=_HIGHEST)
-        queries = jnp.concatenate([latent, turned], axis=-1)
-        keys = jnp.concatenate(cache, axis=-1)
-        mixed = attend(queries, keys, cache[0], mask, self.config.scale)
-        return jnp.einsum("btnr,nvr->btnv", mixed, value_weight, precision=_HIGHEST)
-
-    def _expand(self, plain: jax.Array, turned: jax.Array, cache: LayerCache, mask: jax.Array) -> jax.Array:
-        """Makes every position's keys and values out of its latent vector."""
-        key_weight, value_weight = self.latent_up.parts(self.config.nope_dim)
-        latent = cache[0][:, :, 0]
-        keys = jnp.einsum("bsr,ndr->bsnd", latent, key_weight, precision=_HIGHEST)
-        values = jnp.einsum("bsr,nvr->bsnv", latent, value_weight, precision=_HIGHEST)
-        shared = jnp.broadcast_to(cache[1], (*keys.shape[:3], self.config.rope_dim))
-        queries = jnp.concatenate([plain, turned], axis=-1)
-        keys = jnp.concatenate([keys, shared], axis=-1)
-        return attend(queries, keys, values, mask, self.config.scale)
+    def empty_cache(self, batch: int, positions: int) -> LayerCache:
+        """A cache for ``batch`` rows of up to ``positions`` tokens."""
+        config = self.config
+        return empty_pair(batch, 1, positions, config.rank + config.rope_dim, config.rank)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from jax_w4a8.checkpoint import (
     Checkpoint,
@@ -153,9 +154,7 @@ class _Builder:
             plan.config,
             query=self._linear(query)
             if isinstance(query, StoredLinear)
-            else LatentQuery(
-                self._linear(query.down), self._latent_norm(query.norm), self._linear(query.up)
-            ),
+            else LatentQuery(self._linear(query.down), self._latent_norm(query.norm), self._linear(query.up)),
             latent_down=self._linear(plan.latent_down),
             latent_norm=self._latent_norm(plan.latent_norm),
             latent_up=self._latent_up(plan.latent_up, plan.config),
@@ -168,7 +167,8 @@ class _Builder:
         scheme = None
         if isinstance(value, QuantizedTensor):
             value, scheme = value.dequantize(), self._options.activation_scheme
-        return LatentUp(to_device(value.reshape(config.num_heads, -1, config.rank)), scheme)
+        weight = jnp.asarray(value).reshape(config.num_heads, -1, config.rank)
+        return LatentUp(weight, config.nope_dim, scheme)
 
     def _dense(self, plan: DensePlan) -> DenseMLP:
         return DenseMLP(

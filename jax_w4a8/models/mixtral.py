@@ -33,6 +33,4 @@ def configure(fields: Fields) -> DecoderConfig:
     routing = Routing(top_k=read_top_k(fields, 2))
     mixture = MixtureConfig(read_num_experts(fields), fields.integer("intermediate_size"), routing)
     mlps = (mixture,) * len(attentions)
-    return read_decoder(
-        fields, MODEL_TYPE, attentions, mlps, norm_epsilon=1e-5, max_positions=4096 * 32
-    )
+    return read_decoder(fields, MODEL_TYPE, attentions, mlps, norm_epsilon=1e-5, max_positions=4096 * 32)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jax_w4a8.experts.base import Activation
 from jax_w4a8.experts.xla import activate
+from jax_w4a8.invariance import barrier, evenly
 from jax_w4a8.models.layers import Linear, PackedWeight, QuantizedOptions
-from jax_w4a8.moe import moe
-from jax_w4a8.routing import Routing
+from jax_w4a8.models.span import Span
+from jax_w4a8.moe import fused_experts
+from jax_w4a8.routing import Routing, route
 from jax_w4a8.weights import ExpertWeights
 
 
@@ -22,7 +25,7 @@ class DenseMLP(nnx.Module):
         self.up = up
         self.down = down
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, span: Span) -> jax.Array:
         """float32 ``[B, T, H]`` to the same."""
         return self.down(activate(self.gate(x), self.up(x), self.activation))
 
@@ -34,14 +37,19 @@ class SharedExpert(nnx.Module):
         self.mlp = mlp
         self.gate = gate
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, span: Span) -> jax.Array:
         """float32 ``[B, T, H]`` to the same."""
-        y = self.mlp(x)
-        return y if self.gate is None else jax.nn.sigmoid(self.gate(x)) * y
+        y = self.mlp(x, span)
+        return y if self.gate is None else barrier(evenly(jax.nn.sigmoid, self.gate(x)) * y)
 
 
 class MoE(nnx.Module):
-    """A router and its experts, and what every token passes through beside them."""
+    """A router and its experts, and what every token passes through beside them.
+
+    Attributes:
+      correction_bias: an ``nnx.Param`` float ``[E]`` that takes part in the choice of experts, or None.
+      shared: a :class:`SharedExpert`, or None.
+    """
 
     def __init__(
         self,
@@ -61,17 +69,17 @@ class MoE(nnx.Module):
         self.correction_bias = None if correction_bias is None else nnx.Param(correction_bias)
         self.shared = shared
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """float32 ``[B, T, H]`` to the same; router logits are float32."""
-        bias = self.correction_bias
-        routed = moe(
+    def __call__(self, x: jax.Array, span: Span) -> jax.Array:
+        """float32 ``[B, T, H]`` to the same; router logits are float32. Padding gets zeros, at no cost."""
+        bias = None if self.correction_bias is None else self.correction_bias.get_value()
+        weights, ids = route(self.router(x), self.routing, bias)
+        routed = fused_experts(
             x,
-            self.router(x),
+            weights,
+            jnp.where(span.real[..., None], ids, -1),
             self.experts.get_value(),
-            self.routing,
-            correction_bias=None if bias is None else bias.get_value(),
             activation=self.activation,
             activation_scheme=self.options.activation_scheme,
             backend=self.options.backend,
         )
-        return routed if self.shared is None else routed + self.shared(x)
+        return routed if self.shared is None else routed + self.shared(x, span)

@@ -192,9 +192,7 @@ class _LayerPlanner:
         return LatentAttentionPlan(
             config,
             query=self._latent_query(config, heads * (config.nope_dim + config.rope_dim)),
-            latent_down=self._linear(
-                names.latent_down, config.rank + config.rope_dim, hidden, config.bias
-            ),
+            latent_down=self._linear(names.latent_down, config.rank + config.rope_dim, hidden, config.bias),
             latent_norm=self._norm(names.latent_norm, config.rank),
             latent_up=self._linear(
                 names.latent_up, heads * (config.nope_dim + config.value_dim), config.rank

@@ -14,6 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_w4a8.invariance import barrier, evenly
+from jax_w4a8.models.span import Span
+
 RotaryKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 ROTARY_KINDS: tuple[str, ...] = get_args(RotaryKind)
 
@@ -63,17 +66,17 @@ class RotaryConfig:
         stretch = {"linear": self._linear, "llama3": self._llama3, "yarn": self._yarn}.get(self.kind)
         return (plain if stretch is None else stretch(plain)).astype(np.float32)
 
-    def table(self, positions: jax.Array) -> RotaryTable:
-        """Cosines and sines, float32 ``[B, T, D / 2]``, of int32 positions ``[B, T]``.
+    def table(self, span: Span) -> RotaryTable:
+        """Cosines and sines, float32 ``[B, T, D / 2]``, of a span's tokens.
 
-        ``dynamic`` frequencies are those of each row's last position, as if the text ended there.
+        ``dynamic`` frequencies are those of each row's length so far, as transformers takes them: what is cached
+        keeps the frequencies of its own call.
         """
-        if self.kind == "dynamic":
-            frequencies = self._dynamic(positions.max(axis=-1) + 1)[:, None]
-        else:
-            frequencies = jnp.asarray(self.frequencies())
-        angles = positions.astype(jnp.float32)[..., None] * frequencies
-        return jnp.cos(angles) * self.attention_factor, jnp.sin(angles) * self.attention_factor
+        frequencies = self._dynamic(span.ends) if self.kind == "dynamic" else self.frequencies()[None]
+        angles = span.positions.astype(jnp.float32)[..., None] * frequencies[:, None]
+        return evenly(jnp.cos, angles) * self.attention_factor, evenly(
+            jnp.sin, angles
+        ) * self.attention_factor
 
     def rotate(self, x: jax.Array, table: RotaryTable) -> jax.Array:
         """Turns float32 ``[B, T, heads, D]``.
@@ -82,17 +85,20 @@ class RotaryConfig:
         change.
         """
         first, second = (x[..., ::2], x[..., 1::2]) if self.interleaved else jnp.split(x, 2, axis=-1)
-        cosines, sines = (part[:, :, None, :] for part in table)
-        return jnp.concatenate(
-            [first * cosines - second * sines, second * cosines + first * sines], axis=-1
+        cosines, sines = (barrier(part)[:, :, None, :] for part in table)
+        turned = (
+            barrier(first * cosines) - barrier(second * sines),
+            barrier(second * cosines) + barrier(first * sines),
         )
+        return jnp.concatenate(turned, axis=-1)
 
     def _dynamic(self, lengths: jax.Array) -> jax.Array:
         """float32 ``[B, D / 2]`` of int32 ``[B]``: the base grows with the length."""
         exponents = jnp.asarray(np.arange(0, self.dim, 2) / self.dim, jnp.float32)
         ratio = jnp.maximum(lengths, self.original_positions).astype(jnp.float32) / self.original_positions
-        growth = (self.factor * ratio - (self.factor - 1)) ** (self.dim / (self.dim - 2))
-        return (self.theta * growth[:, None]) ** -exponents
+        growth = (self.factor * ratio - (self.factor - 1))[:, None]
+        base = evenly(lambda x: self.theta * x ** (self.dim / (self.dim - 2)), growth)
+        return evenly(jnp.exp, -exponents * evenly(jnp.log, base))
 
     def _linear(self, plain: Any) -> Any:
         return plain / self.factor
