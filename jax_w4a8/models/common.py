@@ -86,13 +86,13 @@ def switched_window(fields: Fields) -> int | None:
 
 
 def read_num_experts(fields: Fields) -> int:
-    """The number of routed experts, by any of its names."""
-    return fields.same_integer("num_experts", "num_local_experts", "n_routed_experts")
+    """The number of routed experts, by either name that most families go by."""
+    return fields.same_integer("num_experts", "num_local_experts")
 
 
-def read_top_k(fields: Fields, default: int | None = None) -> int:
-    """Experts per token."""
-    top_k, experts = fields.integer("num_experts_per_tok", default), read_num_experts(fields)
+def read_top_k(fields: Fields, experts: int, default: int | None = None) -> int:
+    """Experts per token, out of ``experts``."""
+    top_k = fields.integer("num_experts_per_tok", default)
     if top_k > experts:
         raise fields.error("num_experts_per_tok", f"at most the number of experts, {experts}")
     return top_k

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from jax_w4a8.models.common import read_decoder, read_num_experts, read_top_k, scheduled_mlps
+from jax_w4a8.models.common import read_decoder, read_top_k, scheduled_mlps
 from jax_w4a8.models.config import (
     DecoderConfig,
     DecoderNames,
@@ -100,7 +100,7 @@ def _mlps(
         size = fields.integer("moe_intermediate_size")
         shared = fields.integer("n_shared_experts", 0, minimum=0)
         return MixtureConfig(
-            read_num_experts(fields),
+            _num_experts(fields),
             size,
             routing(),
             correction_bias=correction_bias,
@@ -108,6 +108,10 @@ def _mlps(
         )
 
     return scheduled_mlps(fields, sparse, mixture)
+
+
+def _num_experts(fields: Fields) -> int:
+    return fields.same_integer("n_routed_experts", "num_experts", "num_local_experts")
 
 
 def _routing_v2(fields: Fields) -> Routing:
@@ -119,7 +123,7 @@ def _routing_v2(fields: Fields) -> Routing:
         raise fields.error("norm_topk_prob", "false: implementations disagree on what true means")
     grouped = method == "group_limited_greedy"
     return Routing(
-        top_k=read_top_k(fields),
+        top_k=read_top_k(fields, _num_experts(fields)),
         renormalize=False,
         num_expert_group=fields.integer("n_group") if grouped else None,
         topk_group=fields.integer("topk_group") if grouped else None,
@@ -132,7 +136,7 @@ def _routing_v3(fields: Fields) -> Routing:
     _expect(fields, "scoring_func", "sigmoid")
     _expect(fields, "topk_method", "noaux_tc")
     return Routing(
-        top_k=read_top_k(fields, 8),
+        top_k=read_top_k(fields, _num_experts(fields), 8),
         scoring="sigmoid",
         renormalize=fields.flag("norm_topk_prob", True),
         num_expert_group=fields.integer("n_group", 8),

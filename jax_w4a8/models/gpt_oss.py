@@ -31,10 +31,11 @@ def configure(fields: Fields) -> DecoderConfig:
     )
     window = fields.integer("sliding_window", 128)
     attentions = by_window(fields, attention, window, lambda layer: layer % 2 == 0)
+    experts = read_num_experts(fields)
     mixture = MixtureConfig(
-        read_num_experts(fields),
+        experts,
         fields.integer("intermediate_size"),
-        Routing(top_k=read_top_k(fields, 4)),
+        Routing(top_k=read_top_k(fields, experts, 4)),
         router_bias=True,
         expert_bias=True,
         interleaved=True,

@@ -5,8 +5,8 @@ where keys and values of all heads would be dozens of times as many numbers. The
 would make them (``kv_b_proj``) moves to the other side, its half for keys into the query, its half for values
 behind the mixture, so that all heads attend over the latent vectors as their one key and value head.
 
-``kv_b_proj`` is W4A8 as any other map, yet runs in float32 here: the latent vector is rounded to INT8 when it is
-cached, and the weight is dequantised when it is loaded, so that their product is the same up to float32's
+``kv_b_proj`` is W4A8 as any other map, yet runs in float32 here: the latent vector is rounded to INT8 when it
+is cached, and the weight is dequantised when it is loaded, so that their product is the same up to float32's
 rounding.
 """
 

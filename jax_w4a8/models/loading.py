@@ -164,11 +164,10 @@ class _Builder:
     def _latent_up(self, stored: StoredLinear, config: LatentAttentionConfig) -> LatentUp:
         value = stored.read()
         self._advance(stored.nbytes)
-        scheme = None
-        if isinstance(value, QuantizedTensor):
-            value, scheme = value.dequantize(), self._options.activation_scheme
-        weight = jnp.asarray(value).reshape(config.num_heads, -1, config.rank)
-        return LatentUp(weight, config.nope_dim, scheme)
+        quantized = isinstance(value, QuantizedTensor)
+        weight = value.dequantize() if isinstance(value, QuantizedTensor) else jnp.asarray(value)
+        weight = weight.reshape(config.num_heads, -1, config.rank)
+        return LatentUp(weight, config.nope_dim, self._options.activation_scheme if quantized else None)
 
     def _dense(self, plan: DensePlan) -> DenseMLP:
         return DenseMLP(

@@ -37,8 +37,7 @@ def configure(fields: Fields) -> DecoderConfig:
 
 
 def _mixture(fields: Fields) -> MixtureConfig:
-    routing = Routing(top_k=read_top_k(fields, 4), renormalize=fields.flag("norm_topk_prob", False))
+    experts = read_num_experts(fields)
+    routing = Routing(top_k=read_top_k(fields, experts, 4), renormalize=fields.flag("norm_topk_prob", False))
     shared = SharedConfig(DenseConfig(fields.integer("shared_expert_intermediate_size")), gated=True)
-    return MixtureConfig(
-        read_num_experts(fields), fields.integer("moe_intermediate_size"), routing, shared=shared
-    )
+    return MixtureConfig(experts, fields.integer("moe_intermediate_size"), routing, shared=shared)

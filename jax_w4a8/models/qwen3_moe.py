@@ -32,5 +32,6 @@ def configure(fields: Fields) -> DecoderConfig:
 
 
 def _mixture(fields: Fields) -> MixtureConfig:
-    routing = Routing(top_k=read_top_k(fields, 8), renormalize=fields.flag("norm_topk_prob", False))
-    return MixtureConfig(read_num_experts(fields), fields.integer("moe_intermediate_size"), routing)
+    experts = read_num_experts(fields)
+    routing = Routing(top_k=read_top_k(fields, experts, 8), renormalize=fields.flag("norm_topk_prob", False))
+    return MixtureConfig(experts, fields.integer("moe_intermediate_size"), routing)

@@ -57,7 +57,7 @@ class RotaryConfig:
 
     @property
     def positions(self) -> int:
-        """Tokens that the stretched positions were made for; 0 where the configuration's own number counts."""
+        """Tokens that stretched positions were made for; 0 where the configuration's own number counts."""
         return round(self.factor * self.original_positions) if self.kind in ("dynamic", "yarn") else 0
 
     def frequencies(self) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -69,14 +69,13 @@ class RotaryConfig:
     def table(self, span: Span) -> RotaryTable:
         """Cosines and sines, float32 ``[B, T, D / 2]``, of a span's tokens.
 
-        ``dynamic`` frequencies are those of each row's length so far, as transformers takes them: what is cached
+        ``dynamic`` frequencies are those of each row's length so far, as in transformers: what is cached
         keeps the frequencies of its own call.
         """
         frequencies = self._dynamic(span.ends) if self.kind == "dynamic" else self.frequencies()[None]
         angles = span.positions.astype(jnp.float32)[..., None] * frequencies[:, None]
-        return evenly(jnp.cos, angles) * self.attention_factor, evenly(
-            jnp.sin, angles
-        ) * self.attention_factor
+        cosines, sines = evenly(jnp.cos, angles), evenly(jnp.sin, angles)
+        return cosines * self.attention_factor, sines * self.attention_factor
 
     def rotate(self, x: jax.Array, table: RotaryTable) -> jax.Array:
         """Turns float32 ``[B, T, heads, D]``.

@@ -1,9 +1,10 @@
 """Makes the ``tiny-*`` directories and ``rope.npz`` beside this file, with other people's tools alone.
 
-A tiny random model of each family, as Hugging Face transformers defines it, is brought to W4A8 by the rules in
-README.md: weights by compressed-tensors' own packing, activations by a fake quantisation that a
+A tiny random model of each family, as Hugging Face transformers defines it, is brought to W4A8 by the rules
+in README.md: weights with compressed-tensors' own packing, activations by a fake quantisation that a
 ``TorchFunctionMode`` puts in front of every product with a quantised weight. It is then run in float32 by
-transformers, and written as a compressed-tensors checkpoint under the names that Hugging Face checkpoints use.
+transformers, and written as a compressed-tensors checkpoint under the names that Hugging Face checkpoints
+use.
 
     pip install torch==2.13.0 transformers==5.24.0 compressed-tensors==0.20.1
     python tests/data/make_references.py [FAMILY ...]
@@ -72,7 +73,9 @@ class Family:
 
 FAMILIES = {
     "mixtral": Family(
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12}, None, "int-quantized"
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12, "intermediate_size": 48},
+        None,
+        "int-quantized",
     ),
     "olmoe": Family({"num_experts": 8, "num_experts_per_tok": 4, "clip_qkv": 1.0, "intermediate_size": 32}),
     "qwen2_moe": Family(
@@ -211,10 +214,10 @@ class FakeQuantizeActivations(TorchFunctionMode):
         self.products = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.nn.functional.linear, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.matmul):
-            if args[1].untyped_storage().data_ptr() in self._storages:
-                self.products += 1
-                args = (fake_quantize(args[0]), *args[1:])
+        products = (torch.nn.functional.linear, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.matmul)
+        if func in products and args[1].untyped_storage().data_ptr() in self._storages:
+            self.products += 1
+            args = (fake_quantize(args[0]), *args[1:])
         return func(*args, **(kwargs or {}))
 
 
