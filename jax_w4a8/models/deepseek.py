@@ -97,12 +97,14 @@ def _mlps(
     sparse = [layer >= first and layer % step == 0 for layer in layers]
 
     def mixture() -> MixtureConfig:
-        size = fields.integer("moe_intermediate_size")
-        shared = fields.integer("n_shared_experts", 0, minimum=0)
+        size, shared = (
+            fields.integer("moe_intermediate_size"),
+            fields.integer("n_shared_experts", 0, minimum=0),
+        )
         return MixtureConfig(
             _num_experts(fields),
             size,
-            routing(),
+            _checked(fields, routing),
             correction_bias=correction_bias,
             shared=SharedConfig(DenseConfig(shared * size)) if shared else None,
         )
@@ -112,6 +114,16 @@ def _mlps(
 
 def _num_experts(fields: Fields) -> int:
     return fields.same_integer("n_routed_experts", "num_experts", "num_local_experts")
+
+
+def _checked(fields: Fields, routing: Callable[[], Routing]) -> Routing:
+    """A routing whose groups fit each other and the experts."""
+    try:
+        made = routing()
+        made.check(_num_experts(fields))
+    except ValueError as error:
+        raise fields.error("n_group", f"such that topk_group and the experts fit it ({error})") from error
+    return made
 
 
 def _routing_v2(fields: Fields) -> Routing:

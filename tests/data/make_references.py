@@ -1,4 +1,4 @@
-"""Makes the ``tiny-*`` directories and ``rope.npz`` beside this file, with other people's tools alone.
+"""Makes the ``tiny-*`` directories and the ``.npz`` files beside this file, with other people's tools alone.
 
 A tiny random model of each family, as Hugging Face transformers defines it, is brought to W4A8 by the rules
 in README.md: weights with compressed-tensors' own packing, activations by a fake quantisation that a
@@ -7,12 +7,13 @@ transformers, and written as a compressed-tensors checkpoint under the names tha
 use.
 
     pip install torch==2.13.0 transformers==5.24.0 compressed-tensors==0.20.1
-    python tests/data/make_references.py [FAMILY ...]
+    python tests/data/make_references.py [FAMILY ... | rope | double]
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -21,11 +22,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-from safetensors.torch import save_file
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 HERE = Path(__file__).parent
 PROMPT, GREEDY = 24, 16
@@ -354,6 +356,62 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------
+# One golden checkpoint again, in double precision.
+
+GOLDEN = HERE.parents[2] / "shared" / "golden" / "deepseek_v3-g32-pack"
+
+
+def read_golden(directory: Path) -> tuple[Any, set[str]]:
+    """A checkpoint with one module per expert as a transformers model; also its quantised parameters."""
+    fields = json.loads((directory / "config.json").read_text())
+    del fields["quantization_config"]
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    model.set_experts_implementation("eager")
+    tensors, quantized = load_file(directory / "model.safetensors"), set()
+
+    def weight(name: str, parameter: str) -> torch.Tensor:
+        if f"{name}.weight_packed" not in tensors:
+            return tensors[f"{name}.weight"]
+        quantized.add(parameter)
+        shape = torch.Size(tensors[f"{name}.weight_shape"].tolist())
+        codes = unpack_from_int32(tensors[f"{name}.weight_packed"], 4, shape).float()
+        scale = tensors[f"{name}.weight_scale"].float()
+        return codes * scale.repeat_interleave(shape[1] // scale.shape[1], 1)
+
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            module, _, last = name.rpartition(".")
+            if module.endswith(".experts"):
+                parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+                for expert, rows in enumerate(value):
+                    rows.copy_(torch.cat([weight(f"{module}.{expert}.{part}", name) for part in parts]))
+            else:
+                value.copy_(weight(module, name) if last == "weight" else tensors[name])
+    return model, quantized
+
+
+def make_double() -> None:
+    """The rules of ``logits`` without rounding errors in between."""
+
+    def norm(self: Any, x: torch.Tensor) -> torch.Tensor:  # transformers' goes through float32
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+    modeling_deepseek_v3.DeepseekV3RMSNorm.forward = norm
+    model, quantized = read_golden(GOLDEN)
+    reference = np.load(GOLDEN / "reference.npz")
+    ids = torch.tensor(reference["prompt_ids"]).long()
+    model.double()
+    with torch.no_grad(), FakeQuantizeActivations(model, quantized):
+        logits = model(ids[None], use_cache=False).logits[0].float().numpy()
+    np.savez_compressed(HERE / "deepseek_v3-g32-pack-double.npz", logits=logits)
+    distance = np.linalg.norm(logits - reference["logits"], axis=1) / np.linalg.norm(
+        reference["logits"], axis=1
+    )
+    print("deepseek_v3-g32-pack in float64, distance by token:", np.round(distance, 6))
+
+
+# ---------------------------------------------------------------------------------------------------------
 # Rotary frequencies of published models.
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -419,9 +477,7 @@ def make_ropes() -> None:
 
 
 if __name__ == "__main__":
-    chosen = sys.argv[1:] or [*FAMILIES, "rope"]
-    for chosen_name in chosen:
-        if chosen_name == "rope":
-            make_ropes()
-        else:
-            make(chosen_name)
+    makers: dict[str, Callable[[], None]] = {name: functools.partial(make, name) for name in FAMILIES}
+    makers |= {"rope": make_ropes, "double": make_double}
+    for chosen in sys.argv[1:] or makers:
+        makers[chosen]()
