@@ -363,9 +363,7 @@ def test_garbage_in_padding_changes_nothing():  # [B19]
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128, -1])
-@pytest.mark.parametrize(
-    "name", [n for n in PUBLISHED if n not in ("Qwen3-8B", "Qwen2.5-7B", "Llama-3.1-8B")]
-)
+@pytest.mark.parametrize("name", ROUTINGS)
 def test_every_family_s_layers_have_a_backend(name, group_size):  # [B22]
     config = configure(PUBLISHED[name])
     mixture = config.mlps[-1]

@@ -97,10 +97,8 @@ def _mlps(
     sparse = [layer >= first and layer % step == 0 for layer in layers]
 
     def mixture() -> MixtureConfig:
-        size, shared = (
-            fields.integer("moe_intermediate_size"),
-            fields.integer("n_shared_experts", 0, minimum=0),
-        )
+        size = fields.integer("moe_intermediate_size")
+        shared = fields.integer("n_shared_experts", 0, minimum=0)
         return MixtureConfig(
             _num_experts(fields),
             size,
