@@ -343,7 +343,7 @@ def test_the_shared_expert_s_gate_is_a_sigmoid(logit, share):  # [B17]
 
 
 def test_close_logits_of_bfloat16_tokens_keep_their_order():  # [B7]
-    """At a magnitude of 8 bfloat16's steps are 1/32: the router's product is float32, from bfloat16 weights."""
+    """At a magnitude of 8 bfloat16 has steps of 1/32; the router multiplies in float32."""
     weight = np.zeros((EXPERTS, HIDDEN), np.float32)
     weight[:, 0] = 8
     weight[2, 1] = 2.0**-13
