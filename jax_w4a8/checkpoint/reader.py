@@ -144,6 +144,13 @@ class Checkpoint:
             )
         logger.info("%s equals the embedding that it is tied to", tensor)
 
+    def skip(self, module: str) -> None:
+        """Accounts for all tensors of ``module`` and of what is part of it, which the model doesn't use."""
+        names = [name for name in self.files.headers if name.startswith(f"{module}.")]
+        if names:
+            logger.info("%s: %d tensors of %r are not loaded", self.directory, len(names), module)
+        self._claimed.update(names)
+
     def finish(self) -> None:
         """Raises CheckpointError if a tensor is left that nothing claimed; call it after the last request."""
         left = [n for n in self.files.headers if n not in self._claimed]

@@ -15,6 +15,7 @@ from jax_w4a8.models.attention import Attention
 from jax_w4a8.models.cache import KVCache, LayerCache
 from jax_w4a8.models.config import DecoderConfig
 from jax_w4a8.models.generation import Request, TokenStream, generate
+from jax_w4a8.models.latent_attention import LatentAttention
 from jax_w4a8.models.layers import Embedding, Linear, QuantizedOptions, RMSNorm
 from jax_w4a8.models.mlp import DenseMLP, MoE
 from jax_w4a8.models.prompts import DEFAULT_CHUNK, PromptIds, TokenIds
@@ -32,7 +33,7 @@ class DecoderLayer(nnx.Module):
     def __init__(
         self,
         attention_norm: RMSNorm,
-        attention: Attention,
+        attention: Attention | LatentAttention,
         mlp_norm: RMSNorm,
         mlp: DenseMLP | MoE,
     ) -> None:

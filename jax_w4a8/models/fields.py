@@ -24,9 +24,10 @@ class Fields:
     CheckpointError that names file and field.
     """
 
-    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+    def __init__(self, config: Mapping[str, Any], where: str, prefix: str = "") -> None:
         self._config = config
         self._where = where
+        self._prefix = prefix
 
     def get(self, name: str) -> Any:
         """The raw value, None when absent."""
@@ -34,7 +35,9 @@ class Fields:
 
     def error(self, name: str, expected: str) -> CheckpointError:
         """An error about the value of a field."""
-        return CheckpointError(f"{self._where}: {name} must be {expected}, got {self.get(name)!r}")
+        return CheckpointError(
+            f"{self._where}: {self._prefix}{name} must be {expected}, got {self.get(name)!r}"
+        )
 
     def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
         """An integer of at least ``minimum``."""
@@ -49,6 +52,10 @@ class Fields:
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
             raise self.error(name, "a positive number")
         return float(value)
+
+    def optional_number(self, name: str) -> float | None:
+        """A positive number, or None when absent."""
+        return None if self.get(name) is None else self.number(name)
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""
@@ -82,30 +89,23 @@ class Fields:
             raise self.error(name, f"one of {sorted(_ACTIVATIONS)}")
         return Activation(_ACTIVATIONS[value])
 
-    def rope_theta(self, default: float) -> float:
-        """Base of rotary frequencies, from ``rope_parameters`` or the older ``rope_theta``.
+    def within(self, name: str) -> Fields:
+        """The fields of the object ``name``; absent or null is an object without fields."""
+        value = self.get(name)
+        if value is None:
+            value = {}
+        if not isinstance(value, Mapping):
+            raise self.error(name, "a JSON object or null")
+        return Fields(value, self._where, f"{self._prefix}{name}.")
 
-        Only the default kind of rotary positions is understood; scaled kinds are refused.
-        """
-        theta = self.get("rope_theta")
-        for name in ("rope_parameters", "rope_scaling"):
-            rope = self.get(name) or {}
-            if not isinstance(rope, Mapping):
-                raise self.error(name, "a JSON object or null")
-            kind = rope.get("rope_type", rope.get("type", "default"))
-            if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
-                raise self.error(name, "of rope_type 'default' on all of a head's width")
-            theta = rope.get("rope_theta", theta)
-        if theta is None:
-            return default
-        if not isinstance(theta, int | float) or isinstance(theta, bool) or not theta > 0:
-            raise CheckpointError(f"{self._where}: rope_theta must be a positive number, got {theta!r}")
-        return float(theta)
+    def names(self) -> frozenset[str]:
+        """Names of the fields that are there and not null."""
+        return frozenset(name for name, value in self._config.items() if value is not None)
 
     def _value(self, name: str, default: Any, expected: str) -> Any:
         value = self.get(name)
         if value is None:
             value = default
         if value is None:
-            raise CheckpointError(f"{self._where}: {name} is missing, expected {expected}")
+            raise CheckpointError(f"{self._where}: {self._prefix}{name} is missing, expected {expected}")
         return value

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from jax_w4a8.checkpoint import (
     Checkpoint,
@@ -20,12 +21,13 @@ from jax_w4a8.checkpoint.tensors import read_json
 from jax_w4a8.experts.base import check_activation_scheme
 from jax_w4a8.models.attention import Attention
 from jax_w4a8.models.backends import check_backend
-from jax_w4a8.models.config import DecoderConfig
+from jax_w4a8.models.config import DecoderConfig, LatentAttentionConfig
 from jax_w4a8.models.decoder import Decoder, DecoderLayer
 from jax_w4a8.models.families import find_family
 from jax_w4a8.models.fields import Fields
+from jax_w4a8.models.latent_attention import LATENT_NORM_EPSILON, LatentAttention, LatentQuery, LatentUp
 from jax_w4a8.models.layers import Embedding, Linear, QuantizedOptions, RMSNorm
-from jax_w4a8.models.mlp import DenseMLP, MoE
+from jax_w4a8.models.mlp import DenseMLP, MoE, SharedExpert
 from jax_w4a8.models.packed_cache import (
     CachedModules,
     CacheEntry,
@@ -38,8 +40,10 @@ from jax_w4a8.models.plan import (
     AttentionPlan,
     DecoderPlan,
     DensePlan,
+    LatentAttentionPlan,
     LayerPlan,
     MoEPlan,
+    SharedPlan,
     plan_decoder,
 )
 from jax_w4a8.models.progress import Progress, loading_progress
@@ -155,24 +159,48 @@ class _Builder:
         )
 
     def _layer(self, plan: LayerPlan) -> DecoderLayer:
-        mlp = plan.mlp
+        mlp, attention = plan.mlp, plan.attention
         return DecoderLayer(
             self._norm(plan.attention_norm),
-            self._attention(plan.attention),
+            self._latent_attention(attention)
+            if isinstance(attention, LatentAttentionPlan)
+            else self._attention(attention),
             self._norm(plan.mlp_norm),
             self._mixture(mlp) if isinstance(mlp, MoEPlan) else self._dense(mlp),
         )
 
     def _attention(self, plan: AttentionPlan) -> Attention:
         return Attention(
-            self._config,
+            plan.config,
             query=self._linear(plan.query),
             key=self._linear(plan.key),
             value=self._linear(plan.value),
             output=self._linear(plan.output),
             query_norm=None if plan.query_norm is None else self._norm(plan.query_norm),
             key_norm=None if plan.key_norm is None else self._norm(plan.key_norm),
+            sinks=None if plan.sinks is None else self._read(plan.sinks),
         )
+
+    def _latent_attention(self, plan: LatentAttentionPlan) -> LatentAttention:
+        query = plan.query
+        return LatentAttention(
+            plan.config,
+            query=self._linear(query)
+            if isinstance(query, StoredLinear)
+            else LatentQuery(self._linear(query.down), self._latent_norm(query.norm), self._linear(query.up)),
+            latent_down=self._linear(plan.latent_down),
+            latent_norm=self._latent_norm(plan.latent_norm),
+            latent_up=self._latent_up(plan.latent_up, plan.config),
+            output=self._linear(plan.output),
+        )
+
+    def _latent_up(self, stored: StoredLinear, config: LatentAttentionConfig) -> LatentUp:
+        value = stored.read()
+        self._advance(stored.nbytes)
+        quantized = isinstance(value, QuantizedTensor)
+        weight = value.dequantize() if isinstance(value, QuantizedTensor) else jnp.asarray(value)
+        weight = weight.reshape(config.num_heads, -1, config.rank)
+        return LatentUp(weight, config.nope_dim, self._options.activation_scheme if quantized else None)
 
     def _dense(self, plan: DensePlan) -> DenseMLP:
         return DenseMLP(
@@ -184,11 +212,33 @@ class _Builder:
 
     def _mixture(self, plan: MoEPlan) -> MoE:
         router = self._linear(plan.router)
+        bias = None if plan.correction_bias is None else self._correction_bias(plan.correction_bias)
         experts = to_device(self._modules.get(plan.experts, plan.experts.read))
-        return MoE(self._config.activation, plan.config.routing, router, experts, self._options)
+        return MoE(
+            self._config.activation,
+            plan.config.routing,
+            router,
+            experts,
+            self._options,
+            correction_bias=bias,
+            shared=None if plan.shared is None else self._shared(plan.shared),
+        )
+
+    def _shared(self, plan: SharedPlan) -> SharedExpert:
+        gate = None if plan.gate is None else self._linear(plan.gate)
+        return SharedExpert(self._dense(plan.mlp), gate)
+
+    def _correction_bias(self, stored: StoredArray) -> jax.Array:
+        bias = self._read(stored)
+        if not bias.any():
+            logger.warning("%r is all zeros: whoever wrote the checkpoint may have lost it", stored.name)
+        return bias
 
     def _norm(self, stored: StoredArray) -> RMSNorm:
         return RMSNorm(self._read(stored), self._config.norm_epsilon)
+
+    def _latent_norm(self, stored: StoredArray) -> RMSNorm:
+        return RMSNorm(self._read(stored), LATENT_NORM_EPSILON)
 
     def _linear(self, stored: StoredLinear) -> Linear:
         weight, bias = to_device(self._modules.get(stored, stored.read_whole))

@@ -8,6 +8,7 @@ from flax import nnx
 
 from jax_w4a8.experts.base import Activation
 from jax_w4a8.experts.xla import activate
+from jax_w4a8.invariance import evenly, rounded
 from jax_w4a8.models.float_activations import fused_experts_float
 from jax_w4a8.models.layers import Linear, PackedWeight, QuantizedOptions
 from jax_w4a8.models.span import Span
@@ -30,8 +31,26 @@ class DenseMLP(nnx.Module):
         return self.down(activate(self.gate(x), self.up(x), self.activation))
 
 
+class SharedExpert(nnx.Module):
+    """An MLP for every token, multiplied by the sigmoid of ``gate(x)`` if there is a gate."""
+
+    def __init__(self, mlp: DenseMLP, gate: Linear | None) -> None:
+        self.mlp = mlp
+        self.gate = gate
+
+    def __call__(self, x: jax.Array, span: Span) -> jax.Array:
+        """float32 ``[B, T, H]`` to the same."""
+        y = self.mlp(x, span)
+        return y if self.gate is None else rounded(evenly(jax.nn.sigmoid, self.gate(x)) * y)
+
+
 class MoE(nnx.Module):
-    """A router and its experts."""
+    """A router and its experts, and what every token passes through beside them.
+
+    Attributes:
+      correction_bias: an ``nnx.Param`` float ``[E]`` that takes part in the choice of experts, or None.
+      shared: a :class:`SharedExpert`, or None.
+    """
 
     def __init__(
         self,
@@ -40,17 +59,26 @@ class MoE(nnx.Module):
         router: Linear,
         experts: ExpertWeights,
         options: QuantizedOptions,
+        correction_bias: jax.Array | None = None,
+        shared: SharedExpert | None = None,
     ) -> None:
         self.activation = activation
         self.routing = routing
         self.router = router
         self.experts = PackedWeight(experts)
         self.options = options
+        self.correction_bias = None if correction_bias is None else nnx.Param(correction_bias)
+        self.shared = shared
 
     def __call__(self, x: jax.Array, span: Span) -> jax.Array:
         """float32 ``[B, T, H]`` to the same; router logits are float32. Padding gets zeros, at no cost."""
-        weights, ids = route(self.router(x), self.routing)
+        bias = None if self.correction_bias is None else self.correction_bias.get_value()
+        weights, ids = route(self.router(x), self.routing, bias)
         ids = jnp.where(span.real[..., None], ids, -1)
+        routed = self._experts(x, weights, ids)
+        return routed if self.shared is None else routed + self.shared(x, span)
+
+    def _experts(self, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
         if self.options.float_activations:
             return fused_experts_float(x, weights, ids, self.experts.get_value(), self.activation)
         return fused_experts(
