@@ -5,7 +5,8 @@ A checkpoint is understood on every machine; only the choice of a backend may re
 
 from jax_w4a8.buffers import to_device
 from jax_w4a8.checkpoint.errors import CheckpointError
-from jax_w4a8.checkpoint.experts import ExpertStack, StoredExperts
+from jax_w4a8.checkpoint.experts import ExpertStack, FloatExperts, StoredExperts
+from jax_w4a8.checkpoint.layouts import ExpertLayout, claim_experts
 from jax_w4a8.checkpoint.reader import Checkpoint
 from jax_w4a8.checkpoint.scheme import QuantizationConfig, Scheme, parse_quantization_config
 from jax_w4a8.checkpoint.stored import StoredArray, StoredLinear
@@ -14,7 +15,9 @@ from jax_w4a8.checkpoint.tensors import TensorFiles, TensorHeader
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "ExpertLayout",
     "ExpertStack",
+    "FloatExperts",
     "QuantizationConfig",
     "Scheme",
     "StoredArray",
@@ -22,6 +25,7 @@ __all__ = [
     "StoredLinear",
     "TensorFiles",
     "TensorHeader",
+    "claim_experts",
     "parse_quantization_config",
     "to_device",
 ]

@@ -13,6 +13,7 @@ from jax_w4a8.buffers import aligned_empty
 from jax_w4a8.checkpoint.errors import CheckpointError
 from jax_w4a8.checkpoint.scheme import Scheme
 from jax_w4a8.checkpoint.stored import StoredArray, StoredLinear
+from jax_w4a8.checkpoint.tensors import DTYPES
 from jax_w4a8.quantization import QuantizedTensor
 from jax_w4a8.weights import ExpertWeights, pack_experts
 
@@ -90,6 +91,23 @@ def _copy_into(stack: np.ndarray[Any, Any], part: np.ndarray[Any, Any], expert: 
     stack[expert] = part[0]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FloatExperts:
+    """The weights of E experts in floating point, for layers that a checkpoint leaves unquantised.
+
+    Attributes:
+      w13: gate and up projections ``[E, 2I, H]``, gate first.
+      w2: down projections ``[E, H, I]``.
+      w13_bias, w2_bias: float32 ``[E, 2I]`` and ``[E, H]``, or None.
+    """
+
+    w13: Any
+    w2: Any
+    w13_bias: Any = None
+    w2_bias: Any = None
+
+
 @dataclasses.dataclass(frozen=True)
 class StoredExperts:
     """The experts of a layer as a checkpoint stores them, each by its three projections.
@@ -106,7 +124,7 @@ class StoredExperts:
     downs: Sequence[StoredLinear]
 
     def __post_init__(self) -> None:
-        """Raises CheckpointError unless all projections are quantised by one scheme."""
+        """Raises CheckpointError unless all projections are stored in one way."""
         first, scheme = self.gates[0], self.scheme
         for other in (*self.gates, *self.ups, *self.downs):
             if (other.scheme, other.scale_dtype) != (scheme, first.scale_dtype):
@@ -120,14 +138,9 @@ class StoredExperts:
         return len(self.gates)
 
     @property
-    def scheme(self) -> Scheme:
-        """The scheme of all projections."""
-        scheme = self.gates[0].scheme
-        if scheme is None:
-            raise CheckpointError(
-                f"module {self.gates[0].name!r} is not quantised; experts in floating point aren't supported"
-            )
-        return scheme
+    def scheme(self) -> Scheme | None:
+        """The scheme of all projections, None for floating point."""
+        return self.gates[0].scheme
 
     @property
     def nbytes(self) -> int:
@@ -144,7 +157,7 @@ class StoredExperts:
           Packed weights, numpy arrays.
 
         Raises:
-          CheckpointError: as :meth:`StoredLinear.read`.
+          CheckpointError: as :meth:`StoredLinear.read`, and for experts in floating point.
         """
         stack = ExpertStack(len(self))
         for expert, parts in enumerate(zip(self.gates, self.ups, self.downs, strict=True)):
@@ -158,6 +171,36 @@ class StoredExperts:
             )
             progress(sum(part.nbytes for part in parts))
         return stack.finish()
+
+    def read_float(self, progress: Callable[[int], None] = lambda nbytes: None) -> FloatExperts:
+        """As :meth:`read`, of experts in floating point: stacked, in the checkpoint's dtype.
+
+        Raises:
+          CheckpointError: a value is NaN or infinite, or the experts are quantised.
+        """
+        down = self.downs[0]
+        if self.scheme is not None or down.weight is None:
+            raise CheckpointError(f"experts {self.name!r} are quantised, expected floating point")
+        count, hidden, inner = len(self), down.out_features, down.in_features
+        dtype = DTYPES[down.weight.dtype_name]
+        biased = down.bias is not None
+        experts = FloatExperts(
+            w13=aligned_empty((count, 2 * inner, hidden), dtype),
+            w2=aligned_empty((count, hidden, inner), dtype),
+            w13_bias=aligned_empty((count, 2 * inner), np.float32) if biased else None,
+            w2_bias=aligned_empty((count, hidden), np.float32) if biased else None,
+        )
+        for expert, parts in enumerate(zip(self.gates, self.ups, self.downs, strict=True)):
+            for part, rows, weight, bias in (
+                (parts[0], slice(0, inner), experts.w13, experts.w13_bias),
+                (parts[1], slice(inner, None), experts.w13, experts.w13_bias),
+                (parts[2], slice(None), experts.w2, experts.w2_bias),
+            ):
+                weight[expert, rows] = part.read()
+                if bias is not None and part.bias is not None:
+                    bias[expert, rows] = part.bias.read()
+            progress(sum(part.nbytes for part in parts))
+        return experts
 
 
 def _concatenate(gate: QuantizedTensor, up: QuantizedTensor) -> QuantizedTensor:

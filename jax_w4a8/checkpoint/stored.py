@@ -108,7 +108,7 @@ class StoredLinear:
         """
         if self.scheme is None:
             raise CheckpointError(f"module {self.name!r} is in floating point, expected INT4 weights")
-        packed = self.scheme.storage == "pack-quantized"
+        packed = self._tensor("packed") in self.files.headers
         codes = self._read_packed() if packed else self._read_bytes()
         self._check_group_index()
         scale = self.files.read(self._tensor("scale"))
@@ -164,3 +164,13 @@ def unpack_words(words: np.ndarray[Any, Any], in_features: int) -> np.ndarray[An
     np.right_shift(pairs, 4, out=codes[..., 1].view(np.uint8))
     codes -= 8
     return codes.reshape(rows, -1)[:, :in_features]
+
+
+def pack_words(codes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The inverse of :func:`unpack_words`; what fills up a last word is code -8, as compressed-tensors writes it."""
+    rows, columns = codes.shape
+    offset = np.zeros((rows, -(-columns // CODES_PER_WORD) * CODES_PER_WORD), np.uint8)
+    np.add(codes.view(np.uint8), np.uint8(8), out=offset[:, :columns])  # wraps to 0..15
+    pairs = offset[:, 0::2] | (offset[:, 1::2] << np.uint8(4))
+    words: np.ndarray[Any, Any] = np.ascontiguousarray(pairs).view("<i4").astype(np.int32, copy=False)
+    return words

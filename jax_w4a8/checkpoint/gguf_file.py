@@ -1,0 +1,3 @@
+"""stub"""
+GGUF_SUFFIX = ".gguf"
+def open_gguf(path): raise NotImplementedError
