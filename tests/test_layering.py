@@ -23,6 +23,7 @@ ORDER = (
     ("checkpoint",),
     ("models",),
     ("bench",),
+    ("commands",),
     ("cli",),
     ("__main__",),
 )

@@ -42,20 +42,22 @@ logger = logging.getLogger(__name__)
 GENERATION_CONFIG_FILE = "generation_config.json"
 
 
-def read_plan(path: str | Path) -> tuple[DecoderConfig, DecoderPlan]:
+def read_plan(
+    path: str | Path, *, weight_only: str | None = None, allow_float: bool = False
+) -> tuple[DecoderConfig, DecoderPlan]:
     """A checkpoint's configuration and modules, checked as far as headers go.
 
     Args:
-      path: a directory with ``config.json`` and ``.safetensors`` files.
+      path: a directory with ``config.json`` and ``.safetensors`` files, or a ``.gguf`` file.
+      weight_only, allow_float: as for :func:`load_model`.
 
     Raises:
       CheckpointError: it is damaged, of another scheme than W4A8, or of an unknown family. The message names
         the file, tensor or field.
     """
-    checkpoint = Checkpoint(path)
-    where = str(checkpoint.directory / "config.json")
-    family = find_family(checkpoint.config.get("model_type"), where)
-    config = family.configure(Fields(checkpoint.config, where))
+    checkpoint = Checkpoint(path, weight_only=weight_only, allow_float=allow_float)
+    family = find_family(checkpoint.config.get("model_type"), checkpoint.where)
+    config = family.configure(Fields(checkpoint.config, checkpoint.where))
     config = dataclasses.replace(config, eos_token_ids=_eos_token_ids(checkpoint, config))
     return config, plan_decoder(checkpoint, config, family.names)
 
@@ -65,17 +67,24 @@ def load_model(
     activation_scheme: str = "asymmetric",
     backend: str = "auto",
     progress: bool | Callable[[int, int], None] | None = None,
+    *,
+    weight_only: str | None = None,
+    allow_float: bool = False,
 ) -> Decoder:
-    """Loads a compressed-tensors W4A8 checkpoint.
+    """Loads a W4A8 checkpoint, in compressed-tensors form or GGUF's Q4_0.
 
     Experts are read and packed one at a time, into buffers that JAX takes over without a copy on CPU.
 
     Args:
-      path: a directory with ``config.json`` and ``.safetensors`` files, as Hugging Face tools write it.
+      path: a directory with ``config.json`` and ``.safetensors`` files, as Hugging Face tools write it, or a
+        ``.gguf`` file.
       activation_scheme: ``asymmetric`` (less error) or ``symmetric`` (what the checkpoint's writer emulates).
       backend: ``auto``, ``cpu_int4`` (native) or ``xla`` (pure JAX).
       progress: True for a progress bar on standard error (if ``rich`` is installed), False for none, None for
         one on terminals; or a function of bytes read and bytes in all.
+      weight_only: ``w4a8`` takes INT4 weights that were stored for floating point activations (W4A16) and runs
+        them with INT8 activations, which their writer didn't test; None refuses them.
+      allow_float: take a checkpoint that isn't quantised at all, and run it in floating point.
 
     Returns:
       A model; ``model(token_ids)`` gives logits, ``model.generate(token_ids)`` a continuation.
@@ -85,7 +94,7 @@ def load_model(
       ValueError: an unknown activation scheme or backend, or the backend asked for can't run here.
     """
     check_activation_scheme(activation_scheme)
-    config, plan = read_plan(path)
+    config, plan = read_plan(path, weight_only=weight_only, allow_float=allow_float)
     check_backend(config, plan, activation_scheme, backend)
     with loading_progress(progress, plan.nbytes) as advance:
         builder = _Builder(config, QuantizedOptions(activation_scheme, backend), advance)
@@ -151,7 +160,9 @@ class _Builder:
 
     def _mixture(self, plan: MoEPlan) -> MoE:
         router = self._linear(plan.router)
-        experts = to_device(plan.experts.read(self._advance))
+        stored = plan.experts
+        read = stored.read_float if stored.scheme is None else stored.read
+        experts = to_device(read(self._advance))
         return MoE(self._config.activation, plan.config.routing, router, experts, self._options)
 
     def _norm(self, stored: StoredArray) -> RMSNorm:

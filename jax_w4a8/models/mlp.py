@@ -5,11 +5,13 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
+from jax_w4a8.checkpoint import FloatExperts
 from jax_w4a8.experts.base import Activation
 from jax_w4a8.experts.xla import activate
+from jax_w4a8.models.float_experts import apply_float_experts
 from jax_w4a8.models.layers import Linear, PackedWeight, QuantizedOptions
 from jax_w4a8.moe import moe
-from jax_w4a8.routing import Routing
+from jax_w4a8.routing import Routing, route
 from jax_w4a8.weights import ExpertWeights
 
 
@@ -28,28 +30,38 @@ class DenseMLP(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """A router and its experts."""
+    """A router and its experts.
+
+    Attributes:
+      experts: a :class:`PackedWeight`, or an ``nnx.Param`` of experts in floating point.
+    """
 
     def __init__(
         self,
         activation: Activation,
         routing: Routing,
         router: Linear,
-        experts: ExpertWeights,
+        experts: ExpertWeights | FloatExperts,
         options: QuantizedOptions,
     ) -> None:
         self.activation = activation
         self.routing = routing
         self.router = router
-        self.experts = PackedWeight(experts)
+        self.experts: PackedWeight[ExpertWeights] | nnx.Param[FloatExperts] = (
+            PackedWeight(experts) if isinstance(experts, ExpertWeights) else nnx.Param(experts)
+        )
         self.options = options
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """float32 ``[B, T, H]`` to the same; router logits are float32."""
+        experts = self.experts.get_value()
+        if isinstance(experts, FloatExperts):
+            weights, ids = route(self.router(x), self.routing)
+            return apply_float_experts(x, weights, ids, experts, self.activation)
         return moe(
             x,
             self.router(x),
-            self.experts.get_value(),
+            experts,
             self.routing,
             activation=self.activation,
             activation_scheme=self.options.activation_scheme,

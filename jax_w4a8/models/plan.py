@@ -5,7 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from jax_w4a8.checkpoint import Checkpoint, StoredArray, StoredExperts, StoredLinear
+from jax_w4a8.checkpoint import (
+    Checkpoint,
+    ExpertLayout,
+    StoredArray,
+    StoredExperts,
+    StoredLinear,
+    claim_experts,
+)
 from jax_w4a8.models.config import DecoderConfig, DecoderNames, DenseConfig, MixtureConfig
 
 
@@ -150,20 +157,20 @@ def _plan_dense(
 def _plan_moe(
     checkpoint: Checkpoint, hidden: int, mlp: MixtureConfig, names: DecoderNames, layer: int
 ) -> MoEPlan:
-    def every(name: str, rows: int, columns: int) -> tuple[StoredLinear, ...]:
-        return tuple(
-            checkpoint.linear(name.format(layer=layer, expert=expert), rows, columns)
-            for expert in range(mlp.num_experts)
-        )
-
-    size = mlp.intermediate_size
     return MoEPlan(
         config=mlp,
         router=checkpoint.linear(names.router.format(layer=layer), mlp.num_experts, hidden),
-        experts=StoredExperts(
-            name=names.experts.format(layer=layer),
-            gates=every(names.expert_gate, size, hidden),
-            ups=every(names.expert_up, size, hidden),
-            downs=every(names.expert_down, hidden, size),
+        experts=claim_experts(
+            checkpoint,
+            ExpertLayout(
+                names.experts.format(layer=layer),
+                *(
+                    name.format(layer=layer, expert="{expert}")
+                    for name in (names.expert_gate, names.expert_up, names.expert_down)
+                ),
+                num_experts=mlp.num_experts,
+                hidden_size=hidden,
+                intermediate_size=mlp.intermediate_size,
+            ),
         ),
     )
