@@ -331,7 +331,7 @@ def _view(
     def add(tensor: str, source: str, shape: tuple[int, ...], dtype: str, read: Callable[[], Any]) -> None:
         stored = files.headers[source]
         share = stored.nbytes * count // (stored.shape[0] * part.rows)
-        files.add_view(tensor, TensorHeader(stored.file, shape, dtype, share), read)
+        files.add_view(tensor, TensorHeader(stored.file, shape, dtype, share), lambda: iter([read()]))
 
     names, headers = part.names, files.headers
     dtype = "I8" if part.scheme is not None else headers[names.value].dtype

@@ -126,6 +126,7 @@ def quantize_checkpoint(
     plan = _plan(Path(source), options)
     with _locked(Path(destination), plan) as journal:
         _check_space(plan, journal)
+        journal.start()
         progress_of = _Progress(progress, plan, journal)
         for shard in plan.shards:
             if shard.file not in journal.done:
@@ -396,8 +397,10 @@ class _Journal:
                     "command, or remove the directory"
                 )
             self._state = found
-        else:
-            self._save()
+
+    def start(self) -> None:
+        """Marks the directory as this run's."""
+        self._save()
 
     @property
     def done(self) -> Mapping[str, dict[str, list[float]]]:

@@ -75,8 +75,12 @@ class TensorFiles:
       modules: the names of every module's own tensors.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, only_views: bool = False) -> None:
         """Reads the headers of all files.
+
+        Args:
+          directory: where they are.
+          only_views: read none; all tensors will be views.
 
         Raises:
           CheckpointError: no file, a missing, short or damaged one, an index that doesn't fit the files, or
@@ -85,11 +89,11 @@ class TensorFiles:
         self.directory = directory
         self.headers: dict[str, TensorHeader] = {}
         self.modules: dict[str, list[str]] = {}
-        self._views: dict[str, Callable[[], np.ndarray[Any, Any]]] = {}
+        self._views: dict[str, Callable[[], Iterator[np.ndarray[Any, Any]]]] = {}
         self._open_file: Path | None = None
         self._handle: Any = None
         self._bytes_read = 0
-        for file, promised in _find_files(directory).items():
+        for file, promised in ({} if only_views else _find_files(directory)).items():
             self._add_file(file, promised)
         self.close()
 
@@ -108,7 +112,7 @@ class TensorFiles:
         header = self.headers[name]
         out = aligned_empty(header.shape, DTYPES[header.dtype])
         if name in self._views:
-            out[...] = self._views[name]()
+            _fill(out, self._views[name]())
         elif out.ndim == 0 or header.nbytes <= _PIECE_BYTES:
             out[...] = self._read_piece(name, None)
         else:
@@ -119,7 +123,7 @@ class TensorFiles:
     def pieces(self, name: str) -> Iterator[np.ndarray[Any, Any]]:
         """The tensor ``name`` (at least one axis) in pieces of consecutive rows, each about 16 MB."""
         if name in self._views:
-            yield self.read(name)
+            yield from self._views[name]()
             return
         for rows in _row_pieces(self.headers[name]):
             yield self._read_piece(name, rows)
@@ -129,14 +133,14 @@ class TensorFiles:
         return self._read_piece(name, parts)
 
     def add_view(
-        self, name: str, header: TensorHeader, read: Callable[[], np.ndarray[Any, Any]]
+        self, name: str, header: TensorHeader, read: Callable[[], Iterator[np.ndarray[Any, Any]]]
     ) -> None:
         """Adds a tensor that is made when it is read.
 
         Args:
           name: what it is called from now on.
           header: its file, shape, dtype and bytes.
-          read: makes its values.
+          read: makes its values, consecutive rows at a time.
 
         Raises:
           CheckpointError: a file holds a tensor of that name.
@@ -177,6 +181,13 @@ class TensorFiles:
             part = handle.get_slice(name)
             self.headers[name] = TensorHeader(file, tuple(part.get_shape()), part.get_dtype())
             self.modules.setdefault(name.rpartition(".")[0], []).append(name)
+
+
+def _fill(out: np.ndarray[Any, Any], pieces: Iterator[np.ndarray[Any, Any]]) -> None:
+    row = 0
+    for piece in pieces:
+        out[row : row + len(piece)] = piece
+        row += len(piece)
 
 
 def _row_pieces(header: TensorHeader) -> Iterator[slice]:
