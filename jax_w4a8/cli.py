@@ -162,7 +162,9 @@ def _require_models() -> None:
 COMMANDS: tuple[Command, ...] = (
     Command("generate", "continue a text", _add_generate_arguments, _generate),
     Command("bench", "measure layers against this machine's own limits", bench.add_arguments, bench.run),
-    Command("quantize", "make a W4A8 checkpoint of a floating point one", quantize.add_arguments, quantize.run),
+    Command(
+        "quantize", "make a W4A8 checkpoint of a floating point one", quantize.add_arguments, quantize.run
+    ),
     Command("info", "describe this machine, or a checkpoint", _add_info_arguments, _info),
 )
 

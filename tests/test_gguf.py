@@ -45,7 +45,9 @@ def expert_names(layer: int, projection: str, count: int) -> list[str]:
 def gguf_tensors(source):
     """float32 tensors of a model, by the names of GGUF."""
     config = json.loads((source / "config.json").read_text())
-    stored = {name: value.astype(np.float32) for name, value in load_file(source / "model.safetensors").items()}
+    stored = {
+        name: value.astype(np.float32) for name, value in load_file(source / "model.safetensors").items()
+    }
     tensors = {}
     for name, value in stored.items():
         module = name.removesuffix(".weight")
@@ -138,7 +140,9 @@ def as_compressed_tensors(directory, source, stored):
         if kind != Types.Q4_0:
             tensors[f"{module}.weight"] = values
             return
-        scale = raw.reshape(*raw.shape[:-1], -1, 18)[..., :2].copy().view(np.float16)[..., 0].astype(np.float32)
+        scale = (
+            raw.reshape(*raw.shape[:-1], -1, 18)[..., :2].copy().view(np.float16)[..., 0].astype(np.float32)
+        )
         divisor = np.where(scale == 0, 1, scale)[..., None]
         codes = np.rint(values.reshape(*values.shape[:-1], -1, 32) / divisor).reshape(values.shape)
         tensors[f"{module}.weight"] = codes.astype(np.int8)
@@ -237,10 +241,14 @@ def test_rows_of_llama_s_queries_and_keys_are_put_back(tmp_path, experts, kind):
     weights = {}
 
     def add(name, *shape, heads=None):
-        weights[name] = gguf.dequantize(gguf.quantize(rng.standard_normal(shape).astype(np.float32), kind), kind)
+        weights[name] = gguf.dequantize(
+            gguf.quantize(rng.standard_normal(shape).astype(np.float32), kind), kind
+        )
         stored = weights[name]
         if heads:  # what llama.cpp's converter does to the rows
-            stored = stored.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+            stored = (
+                stored.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+            )
         raw = gguf.quantize(stored, kind if len(shape) > 1 else Types.F32)
         writer.add_tensor(name, raw, raw_dtype=kind if len(shape) > 1 else Types.F32)
 
@@ -359,7 +367,9 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path, source):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(CheckpointError, match=r"general.architecture must be one of .*qwen3moe.*, got 'mamba'"):
+    with pytest.raises(
+        CheckpointError, match=r"general.architecture must be one of .*qwen3moe.*, got 'mamba'"
+    ):
         Checkpoint(file)
     with pytest.raises(CheckpointError, match=r"nowhere\.gguf is missing"):
         Checkpoint(tmp_path / "nowhere.gguf")

@@ -54,10 +54,10 @@ def quantized(directory: Path, name: str, rows: int, columns: int):
 # Values.
 
 
-@pytest.mark.parametrize(("group_size", "format"), [(32, "pack"), (32, "int"), (64, "pack"), (-1, "int")])
-def test_absmax_gives_the_codes_and_scales_of_quantize(tmp_path, source, group_size, format):
+@pytest.mark.parametrize(("group_size", "storage"), [(32, "pack"), (32, "int"), (64, "pack"), (-1, "int")])
+def test_absmax_gives_the_codes_and_scales_of_quantize(tmp_path, source, group_size, storage):
     out = tmp_path / "out"
-    options = QuantizeOptions(group_size, format, ignore=(r"re:.*experts[.]\d+[.]down_proj$",))
+    options = QuantizeOptions(group_size, storage, ignore=(r"re:.*experts[.]\d+[.]down_proj$",))
     report = quantize_checkpoint(source, out, options)
     weights = load_file(source / "model.safetensors")
     made = quantized(out, MODULE, 64, 64)
@@ -294,9 +294,9 @@ def test_fused_experts_give_the_file_of_separate_ones(tmp_path, source, transpos
     reason="torch and compressed-tensors are not installed",
 )
 @pytest.mark.parametrize(
-    ("group_size", "scale", "format"), [(32, "absmax", "pack"), (64, "mse", "int"), (-1, "mse", "pack")]
+    ("group_size", "scale", "storage"), [(32, "absmax", "pack"), (64, "mse", "int"), (-1, "mse", "pack")]
 )
-def test_compressed_tensors_reads_the_same_weights(tmp_path, source, group_size, scale, format):
+def test_compressed_tensors_reads_the_same_weights(tmp_path, source, group_size, scale, storage):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from compressed_tensors.compressors import BaseCompressor
@@ -304,11 +304,11 @@ def test_compressed_tensors_reads_the_same_weights(tmp_path, source, group_size,
         from safetensors.torch import load_file as load_torch
     out = tmp_path / "out"
     ignore = ("re:.*down_proj$",) if group_size == 64 else ()
-    report = quantize_checkpoint(source, out, QuantizeOptions(group_size, format, scale, ignore))
+    report = quantize_checkpoint(source, out, QuantizeOptions(group_size, storage, scale, ignore))
     raw = json.loads((out / "config.json").read_text())["quantization_config"]
     config = QuantizationConfig.model_validate(raw)
     (scheme,) = config.config_groups.values()
-    compressor = BaseCompressor.get_value_from_registry(f"{format}-quantized")
+    compressor = BaseCompressor.get_value_from_registry(f"{storage}-quantized")
     tensors = load_torch(out / "model.safetensors")
     for module in report.modules:
         prefix = f"{module.name}."
@@ -367,15 +367,14 @@ def test_ten_kills_at_random_moments_leave_the_same_files(tmp_path, source):
 
 
 def test_an_error_leaves_no_file_of_that_name(tmp_path):
-    with pytest.raises(ValueError, match=r"tensors \['a'\] are not complete"), SafetensorsWriter(
-        tmp_path / "x.safetensors", [TensorSpec("a", (2, 3), "F32")]
-    ) as writer:
+    with SafetensorsWriter(tmp_path / "x.safetensors", [TensorSpec("a", (2, 3), "F32")]) as writer:
         writer.write("a", np.ones((1, 3), np.float32))
         with pytest.raises(ValueError, match="'a' must be F32, got float64"):
             writer.write("a", np.ones((1, 3)))
         with pytest.raises(ValueError, match="more values than it has"):
             writer.write("a", np.ones((2, 3), np.float32))
-        writer.commit()
+        with pytest.raises(ValueError, match=r"tensors \['a'\] are not complete"):
+            writer.commit()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -425,7 +424,7 @@ def test_an_unfinished_run_goes_on_only_as_it_was_begun(tmp_path, source):
     quantize_checkpoint(source, tmp_path, options, lambda done, total: seen.append((done, total)))
     assert seen[0][0] > 0
     assert seen[-1][0] == seen[-1][1]
-    with pytest.raises(FileExistsError, match="is not empty: it holds config.json"):
+    with pytest.raises(FileExistsError, match="is not empty: it holds config"):
         quantize_checkpoint(source, tmp_path, options)
 
 
@@ -453,7 +452,10 @@ def test_two_runs_at_once_are_refused(tmp_path, source):
 
 
 def damaged(source, directory, edit=lambda tensors: None, config=lambda config: None):
-    fields, tensors = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    fields, tensors = (
+        json.loads((source / "config.json").read_text()),
+        load_file(source / "model.safetensors"),
+    )
     edit(tensors)
     config(fields)
     directory.mkdir()
@@ -500,7 +502,7 @@ def test_a_source_that_cannot_be_quantised_is_named(tmp_path, source, edit, conf
 
 
 def test_a_width_that_groups_do_not_divide_is_refused(tmp_path, source):
-    message = rf"group_size 64 doesn't divide .* of 4 modules.*experts\.0\.down_proj \(width 32\)"
+    message = r"group_size 64 doesn't divide .* of 4 modules.*experts\.0\.down_proj \(width 32\)"
     with pytest.raises(CheckpointError, match=message):
         quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(64))
     assert not (tmp_path / "out").exists()
@@ -532,7 +534,7 @@ def test_places_that_make_no_sense(tmp_path, source):
         quantize_checkpoint(source, tmp_path / "file", QuantizeOptions(32))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine.partial")
-    with pytest.raises(FileExistsError, match="is not empty: it holds thesis.txt"):
+    with pytest.raises(FileExistsError, match="is not empty: it holds thesis"):
         quantize_checkpoint(source, tmp_path / "full", QuantizeOptions(32))
     assert files_of(tmp_path / "full") == {"thesis.txt": b"mine.partial"}
     with pytest.raises(ValueError, match=r"'re:\(', not a regular expression"):

@@ -1,4 +1,4 @@
-"""Reads compressed-tensors W4A8 checkpoints, as Hugging Face tools write them.
+"""Reads W4A8 checkpoints, in compressed-tensors form as Hugging Face tools write it or in GGUF's; writes them.
 
 A checkpoint is understood on every machine; only the choice of a backend may refuse.
 """

@@ -124,7 +124,9 @@ class StoredExperts:
     downs: Sequence[StoredLinear]
 
     def __post_init__(self) -> None:
-        """Raises CheckpointError unless all projections are stored in one way."""
+        """Raises CheckpointError unless there are experts, all stored in one way."""
+        if not self.gates:
+            raise CheckpointError(f"{self.name!r} must have at least one expert, got 0")
         first, scheme = self.gates[0], self.scheme
         for other in (*self.gates, *self.ups, *self.downs):
             if (other.scheme, other.scale_dtype) != (scheme, first.scale_dtype):

@@ -1,9 +1,9 @@
 """A GGUF file, presented as a checkpoint directory: its metadata as ``config.json``, its tensors as modules.
 
-Q4_0 is this package's own scheme in other bytes: blocks of 32 inputs, each a float16 scale and 32 codes plus 8,
-the first 16 in the low nibbles. So its codes and scales are taken as they are, and nothing is rounded. Q8_0 and
-the floating point types run in floating point, and so do embedding and output head, whatever type they have.
-Everything in a decoder layer that is of another type is refused by name.
+Q4_0 is this package's own scheme in other bytes: blocks of 32 inputs, each a float16 scale and 32 codes plus
+8, the first 16 in the low nibbles. So its codes and scales are taken as they are, and nothing is rounded.
+Q8_0 and the floating point types run in floating point, and so do embedding and output head, whatever type
+they have. Everything in a decoder layer that is of another type is refused by name.
 """
 
 from __future__ import annotations
@@ -121,7 +121,9 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], list[_Stored]]:
     if reader.endianess != gguf.GGUFEndian.LITTLE:
         raise CheckpointError(f"{path} is a big-endian GGUF file, which isn't supported")
     if metadata.get("split.count", 1) > 1:
-        raise CheckpointError(f"{path} is one of {metadata['split.count']} parts: join them with gguf-split first")
+        raise CheckpointError(
+            f"{path} is one of {metadata['split.count']} parts: join them with gguf-split first"
+        )
     architecture(path, metadata)
     return metadata, tensors
 

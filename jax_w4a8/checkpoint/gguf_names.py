@@ -1,7 +1,7 @@
 """What GGUF calls things: metadata keys and tensor names, in the terms of Hugging Face checkpoints.
 
-Keys and names are those of the ``gguf`` package (``Keys``, ``TENSOR_NAMES``); what its writers do to tensors on the
-way is undone here.
+Keys and names are those of the ``gguf`` package (``Keys``, ``TENSOR_NAMES``); what its writers do to tensors
+on the way is undone here.
 """
 
 from __future__ import annotations
@@ -199,7 +199,8 @@ class _Metadata:
             return rope
         if kind not in ("linear", "yarn"):
             raise CheckpointError(
-                f"{self._path}: {self._architecture}.rope.scaling.type must be none, linear or yarn, got {kind!r}"
+                f"{self._path}: {self._architecture}.rope.scaling.type must be none, linear or yarn, got "
+                f"{kind!r}"
             )
         rope |= {"rope_type": kind, "factor": self._need("rope.scaling.factor")}
         original = self._get("rope.scaling.original_context_length")

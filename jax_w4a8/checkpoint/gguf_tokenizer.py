@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF file, as the ``tokenizers`` package runs it: byte-pair models of GPT-2's kind."""
+"""The tokenizer inside a GGUF file, as the ``tokenizers`` package runs it: byte-pair models as in GPT-2."""
 
 from __future__ import annotations
 
@@ -68,6 +68,10 @@ def make_tokenizer(metadata: Mapping[str, Any], where: str) -> Any:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-        added = [AddedToken(t, special=special, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == wanted]
+        added = [
+            AddedToken(t, special=special, normalized=False)
+            for t, k in zip(tokens, kinds, strict=True)
+            if k == wanted
+        ]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
     return tokenizer

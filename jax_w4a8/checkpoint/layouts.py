@@ -2,8 +2,8 @@
 
 Fused tensors have one axis more, the experts'. They are ``[E, out, in]``, or ``[E, in, out]`` as gpt-oss and
 Llama 4 store them; gate and up projections lie in one tensor, one after the other or alternating, or in two.
-Each expert's part of them becomes a view under the name of a module of its own, so that all else reads one kind
-of experts.
+Each expert's part of them becomes a view under the name of a module of its own, so that all else reads one
+kind of experts.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def claim_experts(checkpoint: Checkpoint, layout: ExpertLayout) -> StoredExperts
     fused = _find_fused(checkpoint.files, layout.module)
     if fused is None:
         raise CheckpointError(
-            f"{checkpoint.directory}: {layout.module!r} has no experts in a known layout: neither modules such "
+            f"{checkpoint.directory}: {layout.module!r} has no experts in a known layout: "
+            "neither modules such "
             f"as {layout.gate.format(expert=0)!r} nor fused tensors such as "
             f"{layout.module + '.' + FUSED[0][0]!r}; {_found(checkpoint.files, layout.module)}"
         )
@@ -250,7 +251,9 @@ def _find_axes(
     common = set.intersection(*fits)
     if len(common) == 1:
         return [common.pop()] * len(names)
-    what = "fits both [E, out, in] and [E, in, out]" if common else "has another order of axes than the others"
+    what = (
+        "fits both [E, out, in] and [E, in, out]" if common else "has another order of axes than the others"
+    )
     header = files.headers[names[-1].value]
     raise CheckpointError(f"{header.file}: tensor {names[-1].value!r} {list(header.shape)} {what}")
 
@@ -300,12 +303,13 @@ def _check_stored_shape(checkpoint: Checkpoint, name: str, shape: tuple[int, ...
 def _scheme_of(
     checkpoint: Checkpoint, layout: ExpertLayout, names: _Names, header: TensorHeader
 ) -> Scheme | None:
-    """The scheme of a fused parameter, None for floating point: what the tensor is, if the configuration agrees."""
+    """The scheme of a fused parameter, None for floating point: what the tensor and the configuration say."""
     if header.dtype in ("BF16", "F16", "F32"):
         return None
     if names.zero_point is not None:
         raise CheckpointError(
-            f"{header.file}: tensor {names.zero_point!r}: zero points aren't supported, weights must be symmetric"
+            f"{header.file}: tensor {names.zero_point!r}: zero points aren't supported, weights must be "
+            "symmetric"
         )
     dtype = "I32" if names.value.endswith("_packed") else "I8"
     if header.dtype != dtype:

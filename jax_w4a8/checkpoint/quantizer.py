@@ -1,8 +1,8 @@
 """From a floating point checkpoint to a compressed-tensors W4A8 one, piece by piece.
 
-What goes where is planned from the files' headers; then file after file is written, each under a temporary name
-until it is complete. A journal beside them says which are complete, so that a run that was ended goes on where
-it was. ``config.json``, without which nothing takes the directory for a checkpoint, is written last.
+What goes where is planned from the files' headers; then file after file is written, each under a temporary
+name until it is complete. A journal beside them says which are complete, so that a run that was ended goes on
+where it was. ``config.json``, without which nothing takes the directory for a checkpoint, is written last.
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ def quantize_checkpoint(
 ) -> QuantizationReport:
     """Writes a compressed-tensors W4A8 checkpoint of a floating point one.
 
-    Memory stays bounded by pieces of tensors (and, of fused experts, one expert), whatever the model's size. A
-    run that was ended, at whatever moment, goes on when it is called again with the same arguments, and gives
-    the same files, bit for bit.
+    Memory stays bounded by pieces of tensors (and, of fused experts, one expert), whatever the model's size.
+    A run that was ended, at whatever moment, goes on when it is called again with the same arguments, and
+    gives the same files, bit for bit.
 
     Args:
       source: a Hugging Face directory: ``config.json`` and ``.safetensors`` files in BF16, F16 or F32.
@@ -117,8 +117,8 @@ def quantize_checkpoint(
       Each module's error, which is also written to ``quantization_report.json``.
 
     Raises:
-      CheckpointError: ``source`` is damaged, not in floating point, or has a module that can't be quantised as
-        asked; the message names the file, tensor or field.
+      CheckpointError: ``source`` is damaged, not in floating point, or has a module that can't be quantised
+        as asked; the message names the file, tensor or field.
       FileExistsError: ``destination`` holds something else, or another run is writing to it.
       OSError: it can't be written, or has too little space; nothing is written then.
     """
@@ -223,7 +223,8 @@ def _split_fused_experts(checkpoint: Checkpoint, config: Mapping[str, Any]) -> s
     for module, shape in sorted(modules.items()):
         if not isinstance(hidden, int) or len(shape) != 3 or hidden not in shape[1:]:
             raise CheckpointError(
-                f"{checkpoint.directory}: fused experts {module!r} {list(shape)} don't fit hidden_size {hidden!r}"
+                f"{checkpoint.directory}: fused experts {module!r} {list(shape)} don't fit hidden_size "
+                f"{hidden!r}"
             )
         prefix = f"{module}.{{expert}}"
         claim_experts(
@@ -236,7 +237,9 @@ def _split_fused_experts(checkpoint: Checkpoint, config: Mapping[str, Any]) -> s
                 num_experts=shape[0],
                 hidden_size=hidden,
                 intermediate_size=shape[1] * shape[2] // hidden // 2,
-                bias=any(f"{module}.{stem}{end}" in before for stem, _ in FUSED for end in ("_bias", ".bias")),
+                bias=any(
+                    f"{module}.{stem}{end}" in before for stem, _ in FUSED for end in ("_bias", ".bias")
+                ),
                 interleaved=text.get("model_type") in _INTERLEAVED,
             ),
         )
@@ -249,7 +252,8 @@ def _item(files: TensorFiles, name: str, rules: QuantizationConfig, options: Qua
     module, _, kind = name.rpartition(".")
     if header.dtype not in DTYPES:
         raise CheckpointError(
-            f"{header.file}: tensor {name!r} is {header.dtype}; the quantiser starts from floating point weights "
+            f"{header.file}: tensor {name!r} is {header.dtype}; the quantiser starts from floating point "
+            "weights "
             f"({', '.join(FLOAT_DTYPES)})"
         )
     quantised = (
@@ -298,13 +302,15 @@ def _check_widths(files: TensorFiles, items: Sequence[_Item], options: QuantizeO
 def _quantization_config(
     files: TensorFiles, items: Sequence[_Item], options: QuantizeOptions
 ) -> dict[str, Any]:
-    """As compressed-tensors writes it; every matrix left in floating point is named or matched by ``ignore``."""
+    """As compressed-tensors writes it; ``ignore`` covers every matrix left in floating point."""
     patterns = _compile_ignore(options.ignore)
     rules = QuantizationConfig((), patterns)
     others = [
         item.tensor.rpartition(".")[0]
         for item in items
-        if item.module is None and len(files.headers[item.tensor].shape) == 2 and item.tensor.endswith(".weight")
+        if item.module is None
+        and len(files.headers[item.tensor].shape) == 2
+        and item.tensor.endswith(".weight")
     ]
     named = sorted(module for module in others if not rules.ignores_itself(module))
     grouped = options.group_size != CHANNELWISE
@@ -344,7 +350,9 @@ def _quantization_config(
 def _check_config(quantization: dict[str, Any], items: Sequence[_Item]) -> None:
     """What is written must be what a reader makes of it."""
     parsed = parse_quantization_config(quantization)
-    wrong = [item.module for item in items if item.module is not None and parsed.scheme_for(item.module) is None]
+    wrong = [
+        item.module for item in items if item.module is not None and parsed.scheme_for(item.module) is None
+    ]
     if wrong:
         raise CheckpointError(f"ignore contradicts itself about {first_names(wrong)}")
 
@@ -461,7 +469,8 @@ def _check_space(plan: _Plan, journal: _Journal) -> None:
     free = shutil.disk_usage(journal.directory).free
     if needed > free:
         raise OSError(
-            f"{journal.directory} needs {needed / 2**30:.2f} GiB more, but only {free / 2**30:.2f} GiB are free"
+            f"{journal.directory} needs {needed / 2**30:.2f} GiB more, but only {free / 2**30:.2f} GiB "
+            "are free"
         )
 
 

@@ -1,4 +1,4 @@
-"""How a checkpoint's weights become codes: a scale per group by largest magnitude, or by least squared error."""
+"""How weights become codes: a scale per group by largest magnitude, or by least squared error."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from jax import lax
 
 from jax_w4a8.quantization import CODE_MAX, CODE_MIN, num_groups, quantize
 
-#: ``absmax``: the compressed-tensors writer's rule. ``mse``: the scale of least squared error among candidates.
+#: ``absmax``: the compressed-tensors writer's rule. ``mse``: the scale of least squared error among
+#: candidates.
 SCALE_METHODS = ("absmax", "mse")
 
-#: Candidates put a group's largest magnitude on so many steps of the scale: from above the last code, which clips
-#: nothing, to 2.5 times as far, which clips the tails of a long row. Both signs are tried, since the codes reach
-#: one step farther down than up.
+#: Candidates put a group's largest magnitude on so many steps of the scale: from above the last code, which
+#: clips nothing, to 2.5 times as far, which clips the tails of a long row. Both signs are tried, since the
+#: codes reach one step farther down than up.
 _STEPS = tuple(np.geomspace(7.0, 20.0, 20).tolist())
 
 
@@ -44,7 +45,7 @@ class QuantizedRows:
 def quantize_rows(
     weights: np.ndarray[Any, Any], group_size: int, scale_dtype: Any, method: str
 ) -> QuantizedRows:
-    """Quantises rows of a weight matrix; each row is on its own, so that pieces of a matrix may come one by one.
+    """Quantises rows of a weight matrix; each is on its own, so that pieces of a matrix may come one by one.
 
     Args:
       weights: floating point ``[N, K]``.
@@ -52,7 +53,9 @@ def quantize_rows(
       scale_dtype: bfloat16 or float32. Codes are computed from the rounded scales.
       method: ``absmax`` or ``mse``; the latter's squared error is never larger, group by group.
     """
-    codes, scale, error, norm = map(np.asarray, _quantize(weights, group_size, jnp.dtype(scale_dtype), method))
+    codes, scale, error, norm = map(
+        np.asarray, _quantize(weights, group_size, jnp.dtype(scale_dtype), method)
+    )
     total = float(norm.sum(dtype=np.float64))
     finite = bool(np.isfinite(norm).all() and np.isfinite(scale.astype(np.float32)).all())
     return QuantizedRows(codes, scale, float(error.sum(dtype=np.float64)), total, finite)
@@ -92,8 +95,8 @@ def _squared_error(grouped: jax.Array, scale: jax.Array) -> jax.Array:
 def _search(grouped: jax.Array, absmax: jax.Array) -> jax.Array:
     """The best scale of each group.
 
-    Every candidate's codes have a best scale of their own, <w, q> / <q, q>, whose error follows from the same two
-    sums. Only the winner is compared exactly, with the rule of the largest magnitude.
+    Every candidate's codes have a best scale of their own, <w, q> / <q, q>, whose error follows from the same
+    two sums. Only the winner is compared exactly, with the rule of the largest magnitude.
     """
     largest = jnp.abs(grouped).max(axis=-1)
     steps = jnp.asarray([sign * step for step in _STEPS for sign in (1, -1)], jnp.float32)

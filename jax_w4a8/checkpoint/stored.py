@@ -158,7 +158,7 @@ def unpack_words(words: np.ndarray[Any, Any], in_features: int) -> np.ndarray[An
     (compressed-tensors ``pack_to_int32``).
     """
     rows = words.shape[0]
-    pairs = words.astype("<i4", copy=False).view(np.uint8)
+    pairs = np.ascontiguousarray(words, "<i4").view(np.uint8)
     codes = np.empty((rows, pairs.shape[1], 2), np.int8)
     np.bitwise_and(pairs, 15, out=codes[..., 0].view(np.uint8))
     np.right_shift(pairs, 4, out=codes[..., 1].view(np.uint8))
@@ -167,7 +167,7 @@ def unpack_words(words: np.ndarray[Any, Any], in_features: int) -> np.ndarray[An
 
 
 def pack_words(codes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The inverse of :func:`unpack_words`; what fills up a last word is code -8, as compressed-tensors writes it."""
+    """The inverse of :func:`unpack_words`; a last word is filled up with code -8."""
     rows, columns = codes.shape
     offset = np.zeros((rows, -(-columns // CODES_PER_WORD) * CODES_PER_WORD), np.uint8)
     np.add(codes.view(np.uint8), np.uint8(8), out=offset[:, :columns])  # wraps to 0..15

@@ -1,7 +1,7 @@
 """The tensors of a checkpoint directory: one ``.safetensors`` file or many, read one tensor at a time.
 
-A *view* is a tensor that no file holds as such, made from others when it is read: one expert of a fused tensor,
-the codes of a GGUF block. Whoever reads it doesn't see the difference.
+A *view* is a tensor that no file holds as such, made from others when it is read: one expert of a fused
+tensor, the codes of a GGUF block. Whoever reads it doesn't see the difference.
 """
 
 from __future__ import annotations
@@ -146,7 +146,9 @@ class TensorFiles:
           CheckpointError: a file holds a tensor of that name.
         """
         if name in self.headers:
-            raise CheckpointError(f"{self.headers[name].file}: tensor {name!r} is stored twice: as it is, fused")
+            raise CheckpointError(
+                f"{self.headers[name].file}: tensor {name!r} is stored twice: as it is, fused"
+            )
         self.headers[name] = header
         self.modules.setdefault(name.rpartition(".")[0], []).append(name)
         self._views[name] = read

@@ -1,7 +1,7 @@
 """Writes ``.safetensors`` files piece by piece, so that no tensor has to fit into memory.
 
-The safetensors package writes a file from tensors that are all in memory; its format is simple enough to stream:
-eight bytes with the length of a JSON header, the header, then the values.
+The safetensors package writes a file from tensors that are all in memory; its format is simple enough to
+stream: eight bytes with the length of a JSON header, the header, then the values.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _flush(handle: Any) -> None:
 
 
 def _rename(partial: Path, file: Path) -> None:
-    os.replace(partial, file)
+    partial.replace(file)
     directory = os.open(file.parent, os.O_RDONLY)
     try:
         os.fsync(directory)

@@ -19,8 +19,8 @@ def apply_float_experts(
 ) -> jax.Array:
     """The weighted sum of each token's experts.
 
-    Few tokens read only the experts that they chose; many pass through all experts in turn, each of which counts
-    for those that chose it.
+    Few tokens read only the experts that they chose; many pass through all experts in turn, each of which
+    counts for those that chose it.
 
     Args:
       x: float32 ``[..., H]``.

@@ -82,8 +82,8 @@ def load_model(
       backend: ``auto``, ``cpu_int4`` (native) or ``xla`` (pure JAX).
       progress: True for a progress bar on standard error (if ``rich`` is installed), False for none, None for
         one on terminals; or a function of bytes read and bytes in all.
-      weight_only: ``w4a8`` takes INT4 weights that were stored for floating point activations (W4A16) and runs
-        them with INT8 activations, which their writer didn't test; None refuses them.
+      weight_only: ``w4a8`` takes INT4 weights that were stored for floating point activations (W4A16) and
+        runs them with INT8 activations, which their writer didn't test; None refuses them.
       allow_float: take a checkpoint that isn't quantised at all, and run it in floating point.
 
     Returns:

@@ -163,11 +163,10 @@ def _plan_moe(
         experts=claim_experts(
             checkpoint,
             ExpertLayout(
-                names.experts.format(layer=layer),
-                *(
-                    name.format(layer=layer, expert="{expert}")
-                    for name in (names.expert_gate, names.expert_up, names.expert_down)
-                ),
+                module=names.experts.format(layer=layer),
+                gate=names.expert_gate.format(layer=layer, expert="{expert}"),
+                up=names.expert_up.format(layer=layer, expert="{expert}"),
+                down=names.expert_down.format(layer=layer, expert="{expert}"),
                 num_experts=mlp.num_experts,
                 hidden_size=hidden,
                 intermediate_size=mlp.intermediate_size,
