@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
+from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -554,3 +556,26 @@ def test_the_flag_of_tied_embeddings_against_the_files(tmp_path, tied, stored): 
         tensors["lm_head.weight"] = embedding
         same = write(tmp_path / "same", config | {"tie_word_embeddings": False}, tensors)
         assert relative(np.asarray(load_model(same)(TOKENS)), logits) < 1e-6
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The documentation.
+
+
+def test_every_test_that_the_documentation_names_is_there():
+    tests = Path(__file__).parent
+    page = (tests.parent / "docs" / "checkpoints.md").read_text()
+    named = set(re.findall(r"`(test_\w+)`", page))
+    there = set(re.findall(r"^def (test_\w+)", "".join(p.read_text() for p in tests.glob("test_*.py")), re.M))
+    assert len(named) > 20
+    assert named <= there
+
+
+def test_the_documentation_s_code_runs(tmp_path):
+    page = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text()
+    namespace: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, namespace)
+    assert namespace["model"].config.model_type == "qwen3_moe"
+    source = float_model(tmp_path / "source", layers=1, intermediate=64)
+    assert 0 < namespace["shrink"](source, tmp_path / "out") < 0.2

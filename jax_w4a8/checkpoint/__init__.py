@@ -1,4 +1,4 @@
-"""Reads W4A8 checkpoints, in compressed-tensors form as Hugging Face tools write it or in GGUF's; writes them.
+"""Reads W4A8 checkpoints, in compressed-tensors form or as GGUF files, and writes the former.
 
 A checkpoint is understood on every machine; only the choice of a backend may refuse.
 """
