@@ -21,11 +21,14 @@ from jax_w4a8.checkpoint import (
     Checkpoint,
     CheckpointError,
     ExpertLayout,
+    FloatExperts,
     claim_experts,
     parse_quantization_config,
 )
 from jax_w4a8.cli import main
+from jax_w4a8.experts.base import Activation
 from jax_w4a8.models import load_model, read_plan
+from jax_w4a8.models.float_experts import apply_float_experts
 
 from .checkpoints import (
     DATA,
@@ -382,7 +385,7 @@ def test_modules_that_are_ignored_run_in_floating_point(tmp_path, kind):
 
 
 def test_experts_in_floating_point_beside_quantised_attention(tmp_path):
-    """Few tokens and many take different ways through the experts; both are exact."""
+    """A token gets the same alone as among others, who chose other experts."""
     directory = random_model(tmp_path / "quantised", experts=8, top_k=2, layers=2)
     config = json.loads((directory / "config.json").read_text())
     tensors = load_file(directory / "model.safetensors")
@@ -399,6 +402,34 @@ def test_experts_in_floating_point_beside_quantised_attention(tmp_path):
     assert relative(few[:, 0], many[:, 0]) < 1e-5
     assert relative(many, np.asarray(load_model(directory)(TOKENS))) < 0.2
     assert main(["info", str(mixed)]) == 0
+
+
+@pytest.mark.parametrize("kind", ["silu", "swigluoai"])
+def test_float_experts_are_a_weighted_sum(kind):
+    rng = np.random.default_rng(0)
+    experts = FloatExperts(
+        *(
+            (rng.standard_normal(shape) * 0.2).astype(np.float32)
+            for shape in ((E, 2 * I, H), (E, H, I), (E, 2 * I), (E, H))
+        )
+    )
+    x = rng.standard_normal((5, H)).astype(np.float32)
+    ids = np.array([[0, 2], [2, 1], [1, 0], [0, -1], [-1, -1]])
+    weights = rng.uniform(0.1, 1, ids.shape).astype(np.float32)
+    made = apply_float_experts(x, weights, ids, experts, Activation(kind))
+    expected = np.zeros((5, H))
+    for token, slot in np.ndindex(ids.shape):
+        expert = ids[token, slot]
+        if expert < 0:
+            continue
+        gate, up = np.split(experts.w13[expert].astype(np.float64) @ x[token] + experts.w13_bias[expert], 2)
+        if kind == "swigluoai":
+            gate, up = np.minimum(gate, 7), np.clip(up, -7, 7) + 1
+        inner = gate / (1 + np.exp(-gate * (1.702 if kind == "swigluoai" else 1))) * up
+        y = experts.w2[expert].astype(np.float64) @ inner + experts.w2_bias[expert]
+        expected[token] += weights[token, slot] * y
+    assert relative(np.asarray(made), expected) < 1e-6
+    assert not np.asarray(made[4]).any()
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,41 +20,35 @@ def apply_float_experts(
 ) -> jax.Array:
     """The weighted sum of each token's experts.
 
-    Few tokens read only the experts that they chose; many pass through all experts in turn, each of which
-    counts for those that chose it.
+    Experts come in turn, and those that no token chose are passed over unread; so a token's experts are added
+    in ascending order, whatever the other tokens chose.
 
     Args:
       x: float32 ``[..., H]``.
-      weights, ids: ``[..., k]``, as :func:`jax_w4a8.route` gives them.
+      weights, ids: ``[..., k]``, as :func:`jax_w4a8.route` gives them; id -1 adds nothing.
       experts: weights in floating point.
       activation: between the projections.
 
     Returns:
       float32 ``[..., H]``.
     """
+    experts = jax.tree.map(jnp.asarray, experts)
     tokens, k, hidden = math.prod(x.shape[:-1]), ids.shape[-1], x.shape[-1]
     rows, weights, ids = x.reshape(tokens, hidden), weights.reshape(tokens, k), ids.reshape(tokens, k)
-    if tokens * k < experts.w13.shape[0]:
-        chosen = jax.tree.map(lambda leaf: jnp.take(leaf, ids.reshape(-1), axis=0), experts)
-        slots = lax.map(
-            lambda slot: _expert(slot[0][None], slot[1], activation)[0], (jnp.repeat(rows, k, axis=0), chosen)
-        )
-        y = (slots.reshape(tokens, k, hidden) * weights[..., None]).sum(axis=1)
-    else:
-        y = _through_all(rows, weights, ids, experts, activation)
+
+    def add(number: Any, y: jax.Array) -> jax.Array:
+        chosen = ids == number
+
+        def share() -> jax.Array:
+            expert = jax.tree.map(lambda leaf: leaf[number], experts)
+            weight = jnp.where(chosen, weights, 0).sum(axis=-1, keepdims=True)
+            part = lax.optimization_barrier(weight * _expert(rows, expert, activation))
+            return y + jnp.where(chosen.any(axis=-1, keepdims=True), part, 0)
+
+        return lax.cond(chosen.any(), share, lambda: y)
+
+    y = lax.fori_loop(0, experts.w13.shape[0], add, jnp.zeros(rows.shape, jnp.float32))
     return y.reshape(x.shape)
-
-
-def _through_all(
-    rows: jax.Array, weights: jax.Array, ids: jax.Array, experts: FloatExperts, activation: Activation
-) -> jax.Array:
-    def add(y: jax.Array, numbered: tuple[jax.Array, FloatExperts]) -> tuple[jax.Array, None]:
-        number, expert = numbered
-        share = jnp.where(ids == number, weights, 0).sum(axis=-1, keepdims=True)
-        return y + jnp.where(share == 0, 0, share * _expert(rows, expert, activation)), None
-
-    numbers = jnp.arange(experts.w13.shape[0], dtype=ids.dtype)
-    return lax.scan(add, jnp.zeros(rows.shape, jnp.float32), (numbers, experts))[0]
 
 
 def _expert(rows: jax.Array, expert: FloatExperts, activation: Activation) -> jax.Array:
