@@ -161,6 +161,7 @@ class _Metadata:
             "hidden_act": "silu",
             "tie_word_embeddings": "output.weight" not in shapes,
             "attention_bias": "blk.0.attn_q.bias" in shapes,
+            "clip_qkv": self._get("attention.clamp_kqv"),
             "eos_token_id": self._end_of_text(),
         }
         window = self._get("attention.sliding_window")
