@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_w4a8 import ffi
 from jax_w4a8.bench import command as bench
-from jax_w4a8.commands import evaluate, generation_flags
+from jax_w4a8.commands import evaluate, generation_flags, quantize
 from jax_w4a8.experts.base import ACTIVATION_SCHEMES
 from jax_w4a8.oracle import W4A8Int8MoeBackend, backend_class
 
@@ -185,6 +185,9 @@ COMMANDS: tuple[Command, ...] = (
     Command("generate", "continue a text", _add_generate_arguments, _generate),
     Command("eval", "measure the perplexity of a text", evaluate.add_arguments, _evaluate),
     Command("bench", "measure layers against this machine's own limits", bench.add_arguments, bench.run),
+    Command(
+        "quantize", "make a W4A8 checkpoint of a floating point one", quantize.add_arguments, quantize.run
+    ),
     Command("info", "describe this machine, or a checkpoint", _add_info_arguments, _info),
 )
 

@@ -172,3 +172,59 @@ def random_model(
             linear(f"{prefix}.mlp.experts.{expert}.up_proj", intermediate, hidden)
             linear(f"{prefix}.mlp.experts.{expert}.down_proj", hidden, intermediate)
     return write(directory, config, tensors)
+
+
+def float_model(
+    directory: Path,
+    *,
+    hidden: int = 64,
+    intermediate: int = 32,
+    experts: int = 2,
+    layers: int = 2,
+    vocabulary: int = 64,
+    dtype: Any = ml_dtypes.bfloat16,
+    seed: int = 0,
+) -> Path:
+    """A random Qwen3-MoE in floating point, with tails as heavy as trained weights have."""
+    config = json.loads((DATA / "qwen3_moe-g32-pack" / "config.json").read_text())
+    del config["quantization_config"]
+    config |= {
+        "hidden_size": hidden,
+        "moe_intermediate_size": intermediate,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 1,
+        "num_hidden_layers": layers,
+        "mlp_only_layers": [],
+        "vocab_size": vocabulary,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+    }
+    rng = np.random.default_rng(seed)
+    tensors: Tensors = {}
+
+    def dense(name: str, *shape: int) -> None:
+        tensors[f"{name}.weight"] = (rng.standard_t(5, shape) * 0.1 + (len(shape) == 1)).astype(dtype)
+
+    dense("model.embed_tokens", vocabulary, hidden)
+    dense("lm_head", vocabulary, hidden)
+    dense("model.norm", hidden)
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        for norm, size in (
+            ("input_layernorm", hidden),
+            ("post_attention_layernorm", hidden),
+            ("self_attn.q_norm", 32),
+            ("self_attn.k_norm", 32),
+        ):
+            dense(f"{prefix}.{norm}", size)
+        dense(f"{prefix}.self_attn.q_proj", 64, hidden)
+        dense(f"{prefix}.self_attn.k_proj", 32, hidden)
+        dense(f"{prefix}.self_attn.v_proj", 32, hidden)
+        dense(f"{prefix}.self_attn.o_proj", hidden, 64)
+        dense(f"{prefix}.mlp.gate", experts, hidden)
+        for expert in range(experts):
+            dense(f"{prefix}.mlp.experts.{expert}.gate_proj", intermediate, hidden)
+            dense(f"{prefix}.mlp.experts.{expert}.up_proj", intermediate, hidden)
+            dense(f"{prefix}.mlp.experts.{expert}.down_proj", hidden, intermediate)
+    return write(directory, config, tensors)

@@ -700,13 +700,27 @@ def test_experts_must_have_one_scheme(tmp_path):
         stored_experts(Checkpoint(write(tmp_path / "b", config, tensors)))
 
 
-def test_experts_in_floating_point_are_refused(tmp_path):
+def test_experts_in_floating_point_are_stacked(tmp_path):
     config = config_of()
     config["quantization_config"]["ignore"] = ["re:experts.*"]
+    rng = np.random.default_rng(0)
     shapes = {"gate": (32, 64), "up": (32, 64), "down": (64, 32)}
-    tensors = {f"experts.{e}.{n}.weight": np.ones(s, BFLOAT16) for e in range(2) for n, s in shapes.items()}
-    with pytest.raises(CheckpointError, match=r"'experts\.0\.gate' is not quantised"):
-        stored_experts(Checkpoint(write(tmp_path, config, tensors)))
+    tensors = {
+        f"experts.{e}.{n}.weight": rng.standard_normal(s).astype(BFLOAT16)
+        for e in range(2)
+        for n, s in shapes.items()
+    }
+    stored = stored_experts(Checkpoint(write(tmp_path, config, tensors)))
+    assert stored.scheme is None
+    progress = []
+    made = stored.read_float(progress.append)
+    assert sum(progress) == stored.nbytes == sum(value.nbytes for value in tensors.values())
+    for e in range(2):
+        assert np.array_equal(made.w13[e, :32], tensors[f"experts.{e}.gate.weight"])
+        assert np.array_equal(made.w13[e, 32:], tensors[f"experts.{e}.up.weight"])
+        assert np.array_equal(made.w2[e], tensors[f"experts.{e}.down.weight"])
+    with pytest.raises(CheckpointError, match=r"'experts\.0\.gate' is in floating point"):
+        stored.read()
 
 
 def test_another_tool_s_files_are_read_whole():

@@ -10,9 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_w4a8.buffers import aligned_empty
 from jax_w4a8.checkpoint.errors import CheckpointError
 from jax_w4a8.checkpoint.scheme import Scheme
 from jax_w4a8.checkpoint.stored import StoredLinear
+from jax_w4a8.checkpoint.tensors import DTYPES
 from jax_w4a8.quantization import QuantizedTensor
 from jax_w4a8.threads import Workers
 from jax_w4a8.weights import ExpertParts, ExpertWeights, fill_expert
@@ -96,6 +98,23 @@ class ExpertStack:
         return self._stack
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FloatExperts:
+    """The weights of E experts in floating point, for layers that a checkpoint leaves unquantised.
+
+    Attributes:
+      w13: gate and up projections ``[E, 2I, H]``, gate first.
+      w2: down projections ``[E, H, I]``.
+      w13_bias, w2_bias: float32 ``[E, 2I]`` and ``[E, H]``, or None.
+    """
+
+    w13: Any
+    w2: Any
+    w13_bias: Any = None
+    w2_bias: Any = None
+
+
 @dataclasses.dataclass(frozen=True)
 class StoredExperts:
     """The experts of a layer as a checkpoint stores them, each by its three projections.
@@ -112,7 +131,9 @@ class StoredExperts:
     downs: Sequence[StoredLinear]
 
     def __post_init__(self) -> None:
-        """Raises CheckpointError unless all projections are quantised by one scheme."""
+        """Raises CheckpointError unless there are experts, all stored in one way."""
+        if not self.gates:
+            raise CheckpointError(f"{self.name!r} must have at least one expert, got 0")
         first, scheme = self.gates[0], self.scheme
         for other in (*self.gates, *self.ups, *self.downs):
             if (other.scheme, other.scale_dtype) != (scheme, first.scale_dtype):
@@ -126,14 +147,9 @@ class StoredExperts:
         return len(self.gates)
 
     @property
-    def scheme(self) -> Scheme:
-        """The scheme of all projections."""
-        scheme = self.gates[0].scheme
-        if scheme is None:
-            raise CheckpointError(
-                f"module {self.gates[0].name!r} is not quantised; experts in floating point aren't supported"
-            )
-        return scheme
+    def scheme(self) -> Scheme | None:
+        """The scheme of all projections, None for floating point."""
+        return self.gates[0].scheme
 
     @property
     def nbytes(self) -> int:
@@ -150,7 +166,7 @@ class StoredExperts:
           Packed weights, numpy arrays. Beside them, memory holds two experts as they are stored.
 
         Raises:
-          CheckpointError: as :meth:`StoredLinear.read`.
+          CheckpointError: as :meth:`StoredLinear.read`, and for experts in floating point.
         """
         with Workers() as workers, ThreadPoolExecutor(1, "jax_w4a8_reader") as reader:
             stack = ExpertStack(len(self), workers)
@@ -170,6 +186,36 @@ class StoredExperts:
 
     def _modules(self, expert: int) -> tuple[StoredLinear, StoredLinear, StoredLinear]:
         return self.gates[expert], self.ups[expert], self.downs[expert]
+
+    def read_float(self, progress: Callable[[int], None] = lambda nbytes: None) -> FloatExperts:
+        """As :meth:`read`, of experts in floating point: stacked, in the checkpoint's dtype.
+
+        Raises:
+          CheckpointError: a value is NaN or infinite, or the experts are quantised.
+        """
+        down = self.downs[0]
+        if self.scheme is not None or down.weight is None:
+            raise CheckpointError(f"experts {self.name!r} are quantised, expected floating point")
+        count, hidden, inner = len(self), down.out_features, down.in_features
+        dtype = DTYPES[down.weight.dtype_name]
+        biased = down.bias is not None
+        experts = FloatExperts(
+            w13=aligned_empty((count, 2 * inner, hidden), dtype),
+            w2=aligned_empty((count, hidden, inner), dtype),
+            w13_bias=aligned_empty((count, 2 * inner), np.float32) if biased else None,
+            w2_bias=aligned_empty((count, hidden), np.float32) if biased else None,
+        )
+        for expert, parts in enumerate(zip(self.gates, self.ups, self.downs, strict=True)):
+            for part, rows, weight, bias in (
+                (parts[0], slice(0, inner), experts.w13, experts.w13_bias),
+                (parts[1], slice(inner, None), experts.w13, experts.w13_bias),
+                (parts[2], slice(None), experts.w2, experts.w2_bias),
+            ):
+                weight[expert, rows] = part.read()
+                if bias is not None and part.bias is not None:
+                    bias[expert, rows] = part.bias.read()
+            progress(sum(part.nbytes for part in parts))
+        return experts
 
     def _read_one(self, expert: int) -> ExpertParts:
         modules = self._modules(expert)

@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jax_w4a8.checkpoint.errors import CheckpointError
-from jax_w4a8.checkpoint.scheme import QuantizationConfig, Scheme, parse_quantization_config
+from jax_w4a8.checkpoint.gguf_file import GGUF_SUFFIX, open_gguf
+from jax_w4a8.checkpoint.scheme import (
+    QuantizationConfig,
+    Scheme,
+    check_weight_only,
+    parse_quantization_config,
+)
+from jax_w4a8.checkpoint.source import Source
 from jax_w4a8.checkpoint.stored import StoredArray, StoredLinear
 from jax_w4a8.checkpoint.tensors import TensorFiles, TensorHeader, first_names, read_json
 from jax_w4a8.quantization import CODES_PER_WORD, num_groups
@@ -36,34 +43,42 @@ IGNORED_TENSORS = (
 
 
 class Checkpoint:
-    """A directory with ``config.json`` and ``.safetensors`` files in compressed-tensors W4A8 form.
+    """A checkpoint in compressed-tensors W4A8 form, or a GGUF file presented as one.
 
     Attributes:
-      directory: where it is.
-      config: the whole ``config.json``.
+      directory: where it is (the file itself, for GGUF).
+      config: the whole ``config.json``, or what a GGUF file's metadata say in the same terms.
+      where: what messages call the configuration.
       quantization: which modules are quantised, and how.
       files: the tensors.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        """Reads ``config.json`` and the headers of all files.
+    def __init__(
+        self, path: str | Path, *, weight_only: str | None = None, allow_float: bool = False
+    ) -> None:
+        """Reads the configuration and the headers of all files.
+
+        Args:
+          path: a directory with ``config.json`` and ``.safetensors`` files, or a ``.gguf`` file.
+          weight_only: ``w4a8`` takes INT4 weights that were stored for floating point activations (W4A16) and
+            runs them with INT8 activations; None refuses them.
+          allow_float: take a checkpoint that isn't quantised at all; its modules run in floating point.
 
         Raises:
           CheckpointError: a file is missing or damaged, or the scheme isn't W4A8.
+          ValueError: an unknown ``weight_only``.
         """
+        check_weight_only(weight_only)
         self.directory = Path(path)
-        if not self.directory.is_dir():
-            raise CheckpointError(f"{self.directory} is not a directory")
-        config_file = self.directory / CONFIG_FILE
-        self.config: dict[str, Any] = read_json(config_file)
-        if self.config.get("quantization_config") is None:
-            raise CheckpointError(
-                f"{config_file} has no quantization_config: this is not a quantised checkpoint"
-            )
-        self.quantization: QuantizationConfig = parse_quantization_config(
-            self.config["quantization_config"], f"{config_file}: quantization_config"
+        source = (
+            open_gguf(self.directory)
+            if self.directory.suffix.lower() == GGUF_SUFFIX
+            else _open_directory(self.directory, weight_only, allow_float)
         )
-        self.files = TensorFiles(self.directory)
+        self.config: Mapping[str, Any] = source.config
+        self.where: str = source.where
+        self.quantization: QuantizationConfig = source.quantization
+        self.files: TensorFiles = source.files
         self._claimed: set[str] = set()
 
     def __contains__(self, tensor: object) -> bool:
@@ -86,8 +101,7 @@ class Checkpoint:
         """
         if self.quantization.scheme_for(name, "Embedding") is not None:
             raise CheckpointError(
-                f"{self.directory / CONFIG_FILE}: quantization_config quantises the embedding {name!r}, "
-                "which isn't supported"
+                f"{self.where}: quantization_config quantises the embedding {name!r}, which isn't supported"
             )
         return self.array(f"{name}.weight", (rows, features), nonzero=True)
 
@@ -111,7 +125,21 @@ class Checkpoint:
         Raises:
           CheckpointError: a tensor is missing, or has another shape or dtype than the scheme implies.
         """
-        scheme = self.quantization.scheme_for(name)
+        return self.linear_of(
+            self.scheme_for(name), name, out_features, in_features, bias=bias, nonzero=nonzero
+        )
+
+    def linear_of(
+        self,
+        scheme: Scheme | None,
+        name: str,
+        out_features: int,
+        in_features: int,
+        *,
+        bias: bool = False,
+        nonzero: bool = False,
+    ) -> StoredLinear:
+        """As :meth:`linear`, by a scheme that the caller knows; None for floating point."""
         stored_bias = self.array(f"{name}.bias", (out_features,)) if bias else None
         weight = None
         if scheme is None:
@@ -119,6 +147,30 @@ class Checkpoint:
         else:
             self._claim_quantized(name, out_features, in_features, scheme)
         return StoredLinear(self.files, name, out_features, in_features, scheme, weight, stored_bias)
+
+    def scheme_for(self, name: str) -> Scheme | None:
+        """The scheme of the linear map ``name``, None for floating point.
+
+        Where ``ignore`` lists a module that ``name`` is part of, tools differ in whether that reaches down to
+        ``name``; then the tensors that are there decide.
+        """
+        scheme = self.quantization.scheme_for(name)
+        weight = self.files.headers.get(f"{name}.weight")
+        if weight is not None and weight.dtype in FLOAT_DTYPES and self.quantization.ignores_parent(name):
+            return None
+        return scheme
+
+    def claim(self, name: str) -> TensorHeader:
+        """Claims a tensor of any shape and dtype.
+
+        Raises:
+          CheckpointError: it is missing.
+        """
+        header = self.files.headers.get(name)
+        if header is None:
+            raise CheckpointError(f"{self.directory}: {self._describe_missing(name, None)}")
+        self._claimed.add(name)
+        return header
 
     def tied_linear(self, name: str, embedding: StoredArray) -> None:
         """Accounts for an output head that shares the embedding's weights but is stored nevertheless.
@@ -209,6 +261,25 @@ class Checkpoint:
             text += f" (config.json says {scheme.storage})"
         found = self.files.modules.get(name.rpartition(".")[0], [])
         return f"{text}; of that module the files hold {first_names(found)}" if found else text
+
+
+def _open_directory(directory: Path, weight_only: str | None, allow_float: bool) -> Source:
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a directory")
+    file = directory / CONFIG_FILE
+    config = read_json(file)
+    raw = config.get("quantization_config")
+    if raw is None and not allow_float:
+        raise CheckpointError(
+            f"{file} has no quantization_config: this is not a quantised checkpoint (python -m jax_w4a8 "
+            "quantize makes one of it; allow_float=True runs it in floating point)"
+        )
+    quantization = (
+        QuantizationConfig((), ())
+        if raw is None
+        else parse_quantization_config(raw, f"{file}: quantization_config", weight_only=weight_only)
+    )
+    return Source(str(file), config, quantization, TensorFiles(directory))
 
 
 def _check_header(name: str, header: TensorHeader, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:

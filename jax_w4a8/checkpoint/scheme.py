@@ -2,8 +2,9 @@
 
 Field names, defaults and matching rules are those of compressed-tensors (``QuantizationConfig``,
 ``QuantizationArgs``). Exactly one family of schemes is understood: INT4 weights, symmetric, static, with one
-scale per group or per output channel, and INT8 activations quantised per token when the model runs. All else
-is refused by the name of the field and the value found there.
+scale per group or per output channel, and INT8 activations quantised per token when the model runs. INT4
+weights stored for floating point activations are taken for the same only when asked by name. All else is
+refused by the name of the field and the value found there.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from jax_w4a8.quantization import CHANNELWISE, GROUP_MULTIPLE
 
 logger = logging.getLogger(__name__)
 
-#: One code per byte, or eight codes per 32-bit word.
-Storage = Literal["int-quantized", "pack-quantized"]
+#: One code per byte, eight codes per 32-bit word, or GGUF's blocks of 32 codes.
+Storage = Literal["int-quantized", "pack-quantized", "Q4_0"]
 STORAGES: tuple[str, ...] = ("int-quantized", "pack-quantized")
+#: What may be done with weights that were stored for floating point activations.
+WEIGHT_ONLY = ("w4a8",)
 #: Says that each group names its own.
 _MIXED = "mixed-precision"
 
@@ -58,16 +61,18 @@ class Scheme:
     """How the modules of one config group are quantised and stored.
 
     Attributes:
-      storage: ``int-quantized`` or ``pack-quantized``.
+      storage: ``int-quantized``, ``pack-quantized`` or ``Q4_0``.
       group_size: inputs per scale, -1 for channel-wise.
       inputs: input width that a channel-wise group size of K pins every module to, else None.
       symmetric_activations: what the checkpoint declares. Either kind runs with either activation scheme.
+      weight_only: the checkpoint was made for activations in floating point.
     """
 
     storage: Storage
     group_size: int
     inputs: int | None = None
     symmetric_activations: bool = True
+    weight_only: bool = False
 
     def check_inputs(self, module: str, in_features: int) -> None:
         """Raises CheckpointError if a channel-wise ``group_size`` was given that isn't the module's width."""
@@ -110,7 +115,7 @@ class QuantizationConfig:
         An exact name goes before a regular expression, that before a class name; among equals the first group
         of the file wins. ``ignore`` goes before all groups.
         """
-        if self._is_ignored(module, class_name):
+        if self.ignores_itself(module, class_name):
             return None
         for matches, subject in (
             (_matches_name, module),
@@ -122,17 +127,36 @@ class QuantizationConfig:
                     return group.scheme
         return None
 
-    def _is_ignored(self, module: str, class_name: str) -> bool:
+    def ignores_parent(self, module: str) -> bool:
+        """Whether ``ignore`` lists, by its exact name, a module that ``module`` is part of."""
+        parts = module.split(".")
+        return any(".".join(parts[:n]) in self.ignore for n in range(1, len(parts)))
+
+    def ignores_itself(self, module: str, class_name: str = "Linear") -> bool:
+        """Whether ``ignore`` lists a module: by name, expression or class."""
         named = _matches_name(module, self.ignore) or _matches_regex(module, self.ignore)
         return named or _matches_name(class_name, self.ignore)
 
+    def ignores(self, module: str) -> bool:
+        """Whether ``ignore`` lists a module or one that it is part of."""
+        return self.ignores_itself(module) or self.ignores_parent(module)
 
-def parse_quantization_config(raw: Any, where: str = "quantization_config") -> QuantizationConfig:
+
+def check_weight_only(weight_only: str | None) -> None:
+    """Raises ValueError unless ``weight_only`` is None or a way to run such weights."""
+    if weight_only is not None and weight_only not in WEIGHT_ONLY:
+        raise ValueError(f"weight_only must be None or one of {list(WEIGHT_ONLY)}, got {weight_only!r}")
+
+
+def parse_quantization_config(
+    raw: Any, where: str = "quantization_config", *, weight_only: str | None = None
+) -> QuantizationConfig:
     """Reads the ``quantization_config`` object of a ``config.json``.
 
     Args:
       raw: the parsed JSON value.
       where: how messages call it.
+      weight_only: ``w4a8`` takes groups without ``input_activations`` (W4A16) as W4A8; None refuses them.
 
     Raises:
       CheckpointError: anything but W4A8, naming the field, what was expected and what was found.
@@ -147,7 +171,7 @@ def parse_quantization_config(raw: Any, where: str = "quantization_config") -> Q
     _expect(default, (*STORAGES, _MIXED, None), f"{where}.format")
     return QuantizationConfig(
         groups=tuple(
-            _parse_group(group, default, f"{where}.config_groups.{name}", f"{where}.format")
+            _parse_group(group, default, f"{where}.config_groups.{name}", f"{where}.format", weight_only)
             for name, group in groups.items()
         ),
         ignore=_patterns(config.get("ignore") or [], f"{where}.ignore"),
@@ -168,7 +192,9 @@ def _check_extras(config: Mapping[str, Any], where: str) -> None:
         logger.warning("%s.%s is unknown and ignored", where, field)
 
 
-def _parse_group(raw: Any, default_storage: Any, where: str, default_where: str) -> _Group:
+def _parse_group(
+    raw: Any, default_storage: Any, where: str, default_where: str, weight_only: str | None
+) -> _Group:
     group = _mapping(raw, where)
     _refuse_unknown(group, _GROUP_FIELDS, where)
     _expect(group.get("output_activations"), (None,), f"{where}.output_activations")
@@ -176,9 +202,11 @@ def _parse_group(raw: Any, default_storage: Any, where: str, default_where: str)
     storage = own if own is not None else default_storage
     _expect(storage, STORAGES, f"{where}.format" if own is not None else default_where)
     targets = _patterns(group.get("targets"), f"{where}.targets")
-    symmetric = _parse_activations(group.get("input_activations"), f"{where}.input_activations")
+    activations = group.get("input_activations")
+    as_asked = activations is None and weight_only == "w4a8"
+    symmetric = as_asked or _parse_activations(activations, f"{where}.input_activations")
     size, inputs = _parse_weights(group.get("weights"), f"{where}.weights")
-    return _Group(targets, Scheme(storage, size, inputs, symmetric))
+    return _Group(targets, Scheme(storage, size, inputs, symmetric, weight_only=as_asked))
 
 
 def _arguments(raw: Any, where: str) -> dict[str, Any]:
@@ -231,7 +259,7 @@ def _parse_activations(raw: Any, where: str) -> bool:
     if raw is None:
         raise CheckpointError(
             f"{where} must describe dynamic INT8 activations per token, got null "
-            f"(weight-only quantisation, such as W4A16)"
+            "(weight-only quantisation, such as W4A16; weight_only='w4a8' runs it with INT8 activations)"
         )
     args = _arguments(raw, where)
     _expect(args["num_bits"], (8,), f"{where}.num_bits")

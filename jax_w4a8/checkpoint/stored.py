@@ -11,7 +11,7 @@ import numpy as np
 from jax_w4a8.checkpoint.errors import CheckpointError
 from jax_w4a8.checkpoint.scheme import Scheme
 from jax_w4a8.checkpoint.tensors import TensorFiles
-from jax_w4a8.quantization import CODE_MAX, CODE_MIN, QuantizedTensor, QuantizedWords
+from jax_w4a8.quantization import CODE_MAX, CODE_MIN, CODES_PER_WORD, QuantizedTensor, QuantizedWords
 from jax_w4a8.weights import LinearWeights, pack_linear
 
 
@@ -159,7 +159,7 @@ class StoredLinear:
             raise CheckpointError(f"module {self.name!r} is in floating point, expected INT4 weights")
         self._check_group_index()
         scale = self.files.read(self._tensor("scale"))
-        if self.scheme.storage == "pack-quantized":
+        if self._tensor("packed") in self.files.headers:
             return QuantizedWords(self._read_words(), scale, self.in_features, self.scheme.group_size)
         codes = self.files.read(f"{self.name}.weight")
         return QuantizedTensor(codes, scale, self.scheme.group_size)
@@ -199,3 +199,16 @@ class StoredLinear:
             trivial = np.zeros_like(trivial)
         if not (np.array_equal(index, trivial) or (index == -1).all()):
             raise self._error("g_idx", "permutes inputs (actorder 'group'), which isn't supported")
+
+
+def pack_words(codes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """int32 words ``[N, ceil(K / 8)]`` of int8 codes ``[N, K]``: ``unpack_words`` undone.
+
+    A last word is filled up with code -8.
+    """
+    rows, columns = codes.shape
+    offset = np.zeros((rows, -(-columns // CODES_PER_WORD) * CODES_PER_WORD), np.uint8)
+    np.add(codes.view(np.uint8), np.uint8(8), out=offset[:, :columns])  # wraps to 0..15
+    pairs = offset[:, 0::2] | (offset[:, 1::2] << np.uint8(4))
+    words: np.ndarray[Any, Any] = np.ascontiguousarray(pairs).view("<i4").astype(np.int32, copy=False)
+    return words

@@ -1,4 +1,8 @@
-"""The tensors of a checkpoint directory: one ``.safetensors`` file or many, read one tensor at a time."""
+"""The tensors of a checkpoint directory: one ``.safetensors`` file or many, read one tensor at a time.
+
+A *view* is a tensor that no file holds as such, made from others when it is read: one expert of a fused
+tensor, the codes of a GGUF block. Whoever reads it doesn't see the difference.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -46,15 +50,19 @@ class TensorHeader:
       file: the file that holds it.
       shape: its shape.
       dtype: safetensors' name of its dtype, such as ``BF16``.
+      stored_bytes: bytes that a view stands for in its file; None for a tensor that is stored as it is read.
     """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    stored_bytes: int | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor; dtypes that this package doesn't read count as 0."""
+        """Bytes in the file; dtypes that this package doesn't read count as 0."""
+        if self.stored_bytes is not None:
+            return self.stored_bytes
         itemsize = DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0
         return math.prod(self.shape) * itemsize
 
@@ -67,8 +75,12 @@ class TensorFiles:
       modules: the names of every module's own tensors.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, only_views: bool = False) -> None:
         """Reads the headers of all files.
+
+        Args:
+          directory: where they are.
+          only_views: read none; all tensors will be views.
 
         Raises:
           CheckpointError: no file, a missing, short or damaged one, an index that doesn't fit the files, or
@@ -77,10 +89,11 @@ class TensorFiles:
         self.directory = directory
         self.headers: dict[str, TensorHeader] = {}
         self.modules: dict[str, list[str]] = {}
+        self._views: dict[str, Callable[[], Iterator[np.ndarray[Any, Any]]]] = {}
         self._open_file: Path | None = None
         self._handle: Any = None
         self._bytes_read = 0
-        for file, promised in _find_files(directory).items():
+        for file, promised in ({} if only_views else _find_files(directory)).items():
             self._add_file(file, promised)
         self.close()
 
@@ -98,7 +111,9 @@ class TensorFiles:
         """
         header = self.headers[name]
         out = aligned_empty(header.shape, DTYPES[header.dtype])
-        if out.ndim == 0 or header.nbytes <= _PIECE_BYTES:
+        if name in self._views:
+            _fill(out, self._views[name]())
+        elif out.ndim == 0 or header.nbytes <= _PIECE_BYTES:
             out[...] = self._read_piece(name, None)
         else:
             for rows in _row_pieces(header):
@@ -107,14 +122,42 @@ class TensorFiles:
 
     def pieces(self, name: str) -> Iterator[np.ndarray[Any, Any]]:
         """The tensor ``name`` (at least one axis) in pieces of consecutive rows, each about 16 MB."""
+        if name in self._views:
+            yield from self._views[name]()
+            return
         for rows in _row_pieces(self.headers[name]):
             yield self._read_piece(name, rows)
 
-    def _read_piece(self, name: str, rows: slice | None) -> np.ndarray[Any, Any]:
+    def read_part(self, name: str, *parts: slice) -> np.ndarray[Any, Any]:
+        """Ranges (step 1) of the leading axes of a stored tensor ``name``; only they are read."""
+        return self._read_piece(name, parts)
+
+    def add_view(
+        self, name: str, header: TensorHeader, read: Callable[[], Iterator[np.ndarray[Any, Any]]]
+    ) -> None:
+        """Adds a tensor that is made when it is read.
+
+        Args:
+          name: what it is called from now on.
+          header: its file, shape, dtype and bytes.
+          read: makes its values, consecutive rows at a time.
+
+        Raises:
+          CheckpointError: a file holds a tensor of that name.
+        """
+        if name in self.headers:
+            raise CheckpointError(
+                f"{self.headers[name].file}: tensor {name!r} is stored twice: as it is, fused"
+            )
+        self.headers[name] = header
+        self.modules.setdefault(name.rpartition(".")[0], []).append(name)
+        self._views[name] = read
+
+    def _read_piece(self, name: str, part: slice | tuple[slice, ...] | None) -> np.ndarray[Any, Any]:
         header = self.headers[name]
         handle = self._handle_of(header.file)
         try:
-            piece = handle.get_tensor(name) if rows is None else handle.get_slice(name)[rows]
+            piece = handle.get_tensor(name) if part is None else handle.get_slice(name)[part]
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{header.file}: can't read tensor {name!r}: {error}") from error
         self._bytes_read += piece.nbytes
@@ -140,6 +183,13 @@ class TensorFiles:
             part = handle.get_slice(name)
             self.headers[name] = TensorHeader(file, tuple(part.get_shape()), part.get_dtype())
             self.modules.setdefault(name.rpartition(".")[0], []).append(name)
+
+
+def _fill(out: np.ndarray[Any, Any], pieces: Iterator[np.ndarray[Any, Any]]) -> None:
+    row = 0
+    for piece in pieces:
+        out[row : row + len(piece)] = piece
+        row += len(piece)
 
 
 def _row_pieces(header: TensorHeader) -> Iterator[slice]:

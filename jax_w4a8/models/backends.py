@@ -41,9 +41,13 @@ class LayerQuestion:
         return select_w4a8_int8_moe_backend(self.config, self.weight_key, self.activation_key)[0]
 
 
-def ask_about(config: DecoderConfig, plan: MoEPlan, activation_scheme: str, backend: str) -> LayerQuestion:
-    """The question about one layer of a stored model."""
-    first = plan.experts.gates[0]
+def ask_about(
+    config: DecoderConfig, plan: MoEPlan, activation_scheme: str, backend: str
+) -> LayerQuestion | None:
+    """The question about one layer of a stored model; None if its experts are in floating point."""
+    first, scheme = plan.experts.gates[0], plan.experts.scheme
+    if scheme is None:
+        return None
     layer = MoEConfig(
         num_experts=plan.config.num_experts,
         top_k=plan.config.routing.top_k,
@@ -54,7 +58,6 @@ def ask_about(config: DecoderConfig, plan: MoEPlan, activation_scheme: str, back
         routing=plan.config.routing,
         moe_backend=backend,
     )
-    scheme = plan.experts.scheme
     return LayerQuestion(layer, stored_weight_key(scheme, first.scale_dtype), _tokens_key(scheme))
 
 
@@ -77,4 +80,6 @@ def check_backend(config: DecoderConfig, plan: DecoderPlan, activation_scheme: s
     resolve_backend(backend)
     for layer in plan.layers:
         if isinstance(layer.mlp, MoEPlan):
-            ask_about(config, layer.mlp, activation_scheme, backend).choose()
+            question = ask_about(config, layer.mlp, activation_scheme, backend)
+            if question is not None:
+                question.choose()

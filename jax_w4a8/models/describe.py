@@ -41,11 +41,12 @@ def describe_modules(
       ValueError, NotImplementedError: no backend runs a module here as asked.
     """
     dense = W4A8Int8MoeBackend(resolve_backend(backend).name).name
-    choices = {
-        layer.mlp.experts.name: ask_about(config, layer.mlp, activation_scheme, backend).choose().name
+    questions = {
+        layer.mlp.experts.name: ask_about(config, layer.mlp, activation_scheme, backend)
         for layer in plan.layers
         if isinstance(layer.mlp, MoEPlan)
     }
+    choices = {name: "-" if asked is None else asked.choose().name for name, asked in questions.items()}
     for module in plan.modules():
         if isinstance(module, StoredArray):
             yield _describe_float(module.name, module.shape, module.dtype_name, module.nbytes)

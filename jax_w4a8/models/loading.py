@@ -7,13 +7,16 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from jax_w4a8.checkpoint import (
     Checkpoint,
+    FloatExperts,
     StoredArray,
+    StoredExperts,
     StoredLinear,
     to_device,
 )
@@ -47,26 +50,30 @@ from jax_w4a8.models.plan import (
     plan_decoder,
 )
 from jax_w4a8.models.progress import Progress, loading_progress
+from jax_w4a8.quantization import QuantizedTensor
+from jax_w4a8.weights import ExpertWeights
 
 logger = logging.getLogger(__name__)
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 
 
-def read_plan(path: str | Path) -> tuple[DecoderConfig, DecoderPlan]:
+def read_plan(
+    path: str | Path, *, weight_only: str | None = None, allow_float: bool = False
+) -> tuple[DecoderConfig, DecoderPlan]:
     """A checkpoint's configuration and modules, checked as far as headers go.
 
     Args:
-      path: a directory with ``config.json`` and ``.safetensors`` files.
+      path: a directory with ``config.json`` and ``.safetensors`` files, or a ``.gguf`` file.
+      weight_only, allow_float: as for :func:`load_model`.
 
     Raises:
       CheckpointError: it is damaged, of another scheme than W4A8, or of an unknown family. The message names
         the file, tensor or field.
     """
-    checkpoint = Checkpoint(path)
-    where = str(checkpoint.directory / "config.json")
-    family = find_family(checkpoint.config.get("model_type"), where)
-    config = family.configure(Fields(checkpoint.config, where))
+    checkpoint = Checkpoint(path, weight_only=weight_only, allow_float=allow_float)
+    family = find_family(checkpoint.config.get("model_type"), checkpoint.where)
+    config = family.configure(Fields(checkpoint.config, checkpoint.where))
     config = dataclasses.replace(config, eos_token_ids=_eos_token_ids(checkpoint, config))
     return config, plan_decoder(checkpoint, config, family.names)
 
@@ -77,20 +84,27 @@ def load_model(
     backend: str = "auto",
     progress: bool | Callable[[int, int], None] | None = None,
     packed_cache: bool | str | os.PathLike[str] | PackedCache | None = None,
+    *,
+    weight_only: str | None = None,
+    allow_float: bool = False,
 ) -> Decoder:
-    """Loads a compressed-tensors W4A8 checkpoint.
+    """Loads a W4A8 checkpoint, in compressed-tensors form or GGUF's Q4_0.
 
     Experts are read and packed one at a time, into buffers that JAX takes over without a copy on CPU. Beside
     the packed weights, memory holds two experts as they are stored.
 
     Args:
-      path: a directory with ``config.json`` and ``.safetensors`` files, as Hugging Face tools write it.
+      path: a directory with ``config.json`` and ``.safetensors`` files, as Hugging Face tools write it, or a
+        ``.gguf`` file.
       activation_scheme: ``asymmetric`` (less error) or ``symmetric`` (what the checkpoint's writer emulates).
       backend: ``auto``, ``cpu_int4`` (native) or ``xla`` (pure JAX).
       progress: True for a progress bar on standard error (if ``rich`` is installed), False for none, None for
         one on terminals; or a function of bytes read and bytes in all.
       packed_cache: a directory, or True for one in the user's cache directory: the packed weights are kept
         there, and the next load of the unchanged checkpoint maps them into memory. See :class:`PackedCache`.
+      weight_only: ``w4a8`` takes INT4 weights that were stored for floating point activations (W4A16) and
+        runs them with INT8 activations, which their writer didn't test; None refuses them.
+      allow_float: take a checkpoint that isn't quantised at all, and run it in floating point.
 
     Returns:
       A model; ``model(token_ids)`` gives logits, ``model.generate(token_ids)`` a continuation.
@@ -102,7 +116,7 @@ def load_model(
     """
     check_activation_scheme(activation_scheme)
     cache = as_packed_cache(packed_cache)
-    config, plan = read_plan(path)
+    config, plan = read_plan(path, weight_only=weight_only, allow_float=allow_float)
     check_backend(config, plan, activation_scheme, backend)
     entry = None if cache is None else CacheEntry(cache, plan)
     with loading_progress(progress, plan.nbytes) as advance:
@@ -195,12 +209,14 @@ class _Builder:
         )
 
     def _latent_up(self, stored: StoredLinear, config: LatentAttentionConfig) -> LatentUp:
-        value = stored.read()
-        self._advance(stored.nbytes)
-        quantized = isinstance(value, QuantizedTensor)
-        weight = value.dequantize() if isinstance(value, QuantizedTensor) else jnp.asarray(value)
-        weight = weight.reshape(config.num_heads, -1, config.rank)
-        return LatentUp(weight, config.nope_dim, self._options.activation_scheme if quantized else None)
+        def read(advance: Progress) -> np.ndarray[Any, Any]:
+            value = stored.read()
+            advance(stored.nbytes)
+            return np.asarray(value.dequantize()) if isinstance(value, QuantizedTensor) else value
+
+        weight = to_device(self._modules.get(stored, read)).reshape(config.num_heads, -1, config.rank)
+        scheme = None if stored.scheme is None else self._options.activation_scheme
+        return LatentUp(weight, config.nope_dim, scheme)
 
     def _dense(self, plan: DensePlan) -> DenseMLP:
         return DenseMLP(
@@ -213,16 +229,20 @@ class _Builder:
     def _mixture(self, plan: MoEPlan) -> MoE:
         router = self._linear(plan.router)
         bias = None if plan.correction_bias is None else self._correction_bias(plan.correction_bias)
-        experts = to_device(self._modules.get(plan.experts, plan.experts.read))
         return MoE(
             self._config.activation,
             plan.config.routing,
             router,
-            experts,
+            self._experts(plan.experts),
             self._options,
             correction_bias=bias,
             shared=None if plan.shared is None else self._shared(plan.shared),
         )
+
+    def _experts(self, stored: StoredExperts) -> ExpertWeights | FloatExperts:
+        if stored.scheme is None:  # a cache holds packed weights alone
+            return to_device(stored.read_float(self._modules.advance))
+        return to_device(self._modules.get(stored, stored.read))
 
     def _shared(self, plan: SharedPlan) -> SharedExpert:
         gate = None if plan.gate is None else self._linear(plan.gate)

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_w4a8.checkpoint import FloatExperts
 from jax_w4a8.experts.base import Activation
 from jax_w4a8.experts.xla import activate
 from jax_w4a8.invariance import evenly, rounded
 from jax_w4a8.models.float_activations import fused_experts_float
+from jax_w4a8.models.float_experts import apply_float_experts
 from jax_w4a8.models.layers import Linear, PackedWeight, QuantizedOptions
 from jax_w4a8.models.span import Span
 from jax_w4a8.moe import fused_experts
@@ -48,6 +50,7 @@ class MoE(nnx.Module):
     """A router and its experts, and what every token passes through beside them.
 
     Attributes:
+      experts: a :class:`PackedWeight`, or an ``nnx.Param`` of experts in floating point.
       correction_bias: an ``nnx.Param`` float ``[E]`` that takes part in the choice of experts, or None.
       shared: a :class:`SharedExpert`, or None.
     """
@@ -57,7 +60,7 @@ class MoE(nnx.Module):
         activation: Activation,
         routing: Routing,
         router: Linear,
-        experts: ExpertWeights,
+        experts: ExpertWeights | FloatExperts,
         options: QuantizedOptions,
         correction_bias: jax.Array | None = None,
         shared: SharedExpert | None = None,
@@ -65,7 +68,9 @@ class MoE(nnx.Module):
         self.activation = activation
         self.routing = routing
         self.router = router
-        self.experts = PackedWeight(experts)
+        self.experts: PackedWeight[ExpertWeights] | nnx.Param[FloatExperts] = (
+            PackedWeight(experts) if isinstance(experts, ExpertWeights) else nnx.Param(experts)
+        )
         self.options = options
         self.correction_bias = None if correction_bias is None else nnx.Param(correction_bias)
         self.shared = shared
@@ -79,13 +84,16 @@ class MoE(nnx.Module):
         return routed if self.shared is None else routed + self.shared(x, span)
 
     def _experts(self, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
+        experts = self.experts.get_value()
+        if isinstance(experts, FloatExperts):
+            return apply_float_experts(x, weights, ids, experts, self.activation)
         if self.options.float_activations:
-            return fused_experts_float(x, weights, ids, self.experts.get_value(), self.activation)
+            return fused_experts_float(x, weights, ids, experts, self.activation)
         return fused_experts(
             x,
             weights,
             ids,
-            self.experts.get_value(),
+            experts,
             activation=self.activation,
             activation_scheme=self.options.activation_scheme,
             backend=self.options.backend,

@@ -42,13 +42,13 @@ class ModuleStore:
     """Gives a builder its modules: made from the checkpoint, and remembered if they are to be cached."""
 
     def __init__(self, advance: Progress, *, remember: bool = False) -> None:
-        self._advance = advance
+        self.advance = advance
         self._remember = remember
         self.made: dict[str, Any] = {}
 
     def get(self, stored: Stored, make: Callable[[Progress], Any]) -> Any:
         """The module ``stored``; ``make`` reads it and is told whom to tell of its progress."""
-        value = make(self._advance)
+        value = make(self.advance)
         if self._remember:
             self.made[stored.name] = value
         return value
@@ -65,7 +65,7 @@ class CachedModules(ModuleStore):
         """See :meth:`ModuleStore.get`; raises MissingModuleError if the cache lacks it."""
         if stored.name not in self._modules:
             raise MissingModuleError(stored.name)
-        self._advance(stored.nbytes)
+        self.advance(stored.nbytes)
         return self._modules[stored.name]
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from jax_w4a8.checkpoint import Checkpoint, StoredArray, StoredExperts, StoredLinear
+from jax_w4a8.checkpoint import (
+    Checkpoint,
+    ExpertLayout,
+    StoredArray,
+    StoredExperts,
+    StoredLinear,
+    claim_experts,
+)
 from jax_w4a8.models.config import (
     AttentionConfig,
     DecoderConfig,
@@ -236,18 +243,24 @@ class _LayerPlanner:
         )
 
     def _experts(self, config: MixtureConfig) -> StoredExperts:
-        def every(name: str, rows: int, columns: int) -> tuple[StoredLinear, ...]:
-            return tuple(
-                self._linear(name.replace("{expert}", str(expert)), rows, columns, config.expert_bias)
-                for expert in range(config.num_experts)
-            )
+        names = self._names
 
-        names, size, hidden = self._names, config.intermediate_size, self._hidden
-        return StoredExperts(
-            name=names.experts.format(layer=self._layer),
-            gates=every(names.expert_gate, size, hidden),
-            ups=every(names.expert_up, size, hidden),
-            downs=every(names.expert_down, hidden, size),
+        def name(template: str) -> str:
+            return template.format(layer=self._layer, expert="{expert}")
+
+        return claim_experts(
+            self._checkpoint,
+            ExpertLayout(
+                module=name(names.experts),
+                gate=name(names.expert_gate),
+                up=name(names.expert_up),
+                down=name(names.expert_down),
+                num_experts=config.num_experts,
+                hidden_size=self._hidden,
+                intermediate_size=config.intermediate_size,
+                bias=config.expert_bias,
+                interleaved=config.interleaved,
+            ),
         )
 
     def _linear(self, name: str, rows: int, columns: int, bias: bool = False) -> StoredLinear:

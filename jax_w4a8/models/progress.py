@@ -12,13 +12,16 @@ Progress = Callable[[int], None]
 
 
 @contextlib.contextmanager
-def loading_progress(progress: bool | Callable[[int, int], None] | None, total: int) -> Iterator[Progress]:
+def loading_progress(
+    progress: bool | Callable[[int, int], None] | None, total: int, label: str = "Loading"
+) -> Iterator[Progress]:
     """Gives a function that takes the bytes just read.
 
     Args:
       progress: True for a bar on standard error, False for none, None for one if that is a terminal, or a
         function of bytes read so far and bytes in all.
       total: bytes in all.
+      label: what the bar is called.
     """
     if progress is None:
         progress = sys.stderr.isatty()
@@ -30,7 +33,7 @@ def loading_progress(progress: bool | Callable[[int, int], None] | None, total: 
         yield lambda nbytes: None
         return
     with rich.Progress(
-        rich.TextColumn("Loading"),
+        rich.TextColumn(label),
         rich.BarColumn(),
         rich.DownloadColumn(),
         rich.TransferSpeedColumn(),

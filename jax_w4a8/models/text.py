@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jax_w4a8.checkpoint import CheckpointError
+from jax_w4a8.checkpoint.gguf_file import GGUF_SUFFIX
+from jax_w4a8.checkpoint.gguf_tokenizer import load_gguf_tokenizer
 from jax_w4a8.models.decoder import GREEDY, Decoder
 from jax_w4a8.models.detokenizer import Detokenizer, StopStrings
 from jax_w4a8.models.generation import GenerationTimes, TokenStream
@@ -26,6 +28,8 @@ def load_tokenizer(path: str | Path) -> Any:
     from tokenizers import Tokenizer
 
     directory = Path(path)
+    if directory.suffix.lower() == GGUF_SUFFIX:
+        return load_gguf_tokenizer(directory)
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory")
     file = directory / TOKENIZER_FILE
