@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,13 +17,13 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from jax_w4a8.invariance import barrier, evenly, ordered_sum
+
 SCORINGS: tuple[str, ...] = ("softmax", "sigmoid", "sqrtsoftplus")
 GROUP_SCORES: tuple[str, ...] = ("top2_sum", "max")
 #: A sum of weights below this counts as zero, whether or not subnormal numbers are flushed.
 _TINY = float(np.finfo(np.float32).tiny)
 _LOWEST = float(np.finfo(np.float32).min)
-#: The widest vector in elements. XLA's vector and scalar code for exp differ in the last bit.
-_VECTOR = 16
 
 
 def _require_integer(name: str, value: Any, smallest: int, alternative: str = "") -> None:
@@ -123,41 +122,18 @@ class Routing:
             )
 
 
-def _barrier(x: jax.Array) -> jax.Array:
-    """``x``; the compiler fuses nothing across it."""
-    y: jax.Array = lax.optimization_barrier(x)
-    return y
-
-
-def _evenly(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """``function`` elementwise, in whole vectors, so that its bits don't depend on the batch."""
-    size = x.shape[-1]
-    padding = [(0, 0)] * (x.ndim - 1) + [(0, -size % _VECTOR)]
-    return _barrier(function(_barrier(jnp.pad(x, padding))))[..., :size]
-
-
-def _sum(x: jax.Array) -> jax.Array:
-    """Sum of the last axis, kept, in an order that its length alone decides."""
-    size = 1 << max(0, x.shape[-1] - 1).bit_length()
-    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
-    while size > 1:
-        size //= 2
-        x = x[..., :size] + x[..., size:]
-    return x
-
-
 def _normalize(x: jax.Array, epsilon: float = 0.0) -> jax.Array:
     """Divides by the sum of the last axis (plus ``epsilon``); zeros where that sum is 0."""
-    total = _sum(x)
+    total = ordered_sum(x)
     empty = total < _TINY
     # The barrier keeps XLA from multiplying by a reciprocal, in some shapes and not in others.
     divisor = jnp.broadcast_to(jnp.where(empty, 1, total + epsilon), x.shape)
-    return jnp.where(empty, 0, x / _barrier(divisor))
+    return jnp.where(empty, 0, x / barrier(divisor))
 
 
 def _softmax(x: jax.Array) -> jax.Array:
     peak = lax.stop_gradient(x.max(axis=-1, keepdims=True))
-    return _normalize(_evenly(jnp.exp, x - jnp.where(peak == -jnp.inf, 0, peak)))
+    return _normalize(evenly(jnp.exp, x - jnp.where(peak == -jnp.inf, 0, peak)))
 
 
 def _sqrt_softplus(x: jax.Array) -> jax.Array:
@@ -170,7 +146,7 @@ def _sqrt_softplus(x: jax.Array) -> jax.Array:
 def _score(logits: jax.Array, scoring: str) -> jax.Array:
     if scoring == "softmax":
         return _softmax(logits)
-    return _evenly(jax.nn.sigmoid if scoring == "sigmoid" else _sqrt_softplus, logits)
+    return evenly(jax.nn.sigmoid if scoring == "sigmoid" else _sqrt_softplus, logits)
 
 
 def _rankable(x: jax.Array) -> jax.Array:

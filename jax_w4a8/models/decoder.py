@@ -11,11 +11,12 @@ from flax import nnx
 from jax.typing import ArrayLike
 
 from jax_w4a8.models.attention import Attention
-from jax_w4a8.models.cache import KVCache
+from jax_w4a8.models.cache import KVCache, LayerCache
 from jax_w4a8.models.config import DecoderConfig
 from jax_w4a8.models.generation import GreedyStream, generate
 from jax_w4a8.models.layers import Embedding, Linear, QuantizedOptions, RMSNorm
 from jax_w4a8.models.mlp import DenseMLP, MoE
+from jax_w4a8.models.span import Span
 from jax_w4a8.oracle import W4A8Int8MoeBackend, resolve_backend
 
 
@@ -34,13 +35,11 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = mlp_norm
         self.mlp = mlp
 
-    def __call__(
-        self, x: jax.Array, cache: tuple[jax.Array, jax.Array], start: jax.Array | int
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def __call__(self, x: jax.Array, cache: LayerCache, span: Span) -> tuple[jax.Array, LayerCache]:
         """As :meth:`Attention.__call__`."""
-        mixed, cache = self.attention(self.attention_norm(x), cache, start)
+        mixed, cache = self.attention(self.attention_norm(x), cache, span)
         x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), cache
+        return x + self.mlp(self.mlp_norm(x), span), cache
 
 
 class Decoder(nnx.Module):
@@ -118,27 +117,37 @@ class Decoder(nnx.Module):
         """The backend that its quantised layers run on."""
         return W4A8Int8MoeBackend(resolve_backend(self.options.backend).name)
 
-    def hidden_states(self, token_ids: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        """States after the last norm, float32 ``[B, T, H]``, of tokens that follow those in the cache."""
+    def hidden_states(
+        self, token_ids: jax.Array, cache: KVCache, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, KVCache]:
+        """States after the last norm, of tokens that follow those in the cache.
+
+        Args:
+          token_ids: int32 ``[B, T]``. No row's ``cache.lengths + T`` may exceed the cache's slots.
+          cache: of the tokens before.
+          lengths: int32 ``[B]``, how many of each row's tokens are text; the rest is padding on the
+            right, whose states mean nothing. None: all of them.
+
+        Returns:
+          float32 ``[B, T, H]``, and the cache with the text added.
+        """
+        batch, tokens = token_ids.shape
+        span = Span(cache.lengths, jnp.full(batch, tokens, jnp.int32) if lengths is None else lengths, tokens)
         x = self.embedding(token_ids)
         layers = []
         for layer, kept in zip(self.layers, cache.layers, strict=True):
-            x, kept = layer(x, kept, cache.length)
+            x, kept = layer(x, kept, span)
             layers.append(kept)
-        return self.final_norm(x), KVCache(tuple(layers), cache.length + token_ids.shape[1])
+        return self.final_norm(x), KVCache(tuple(layers), span.ends)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 ``[..., H]`` to logits ``[..., V]``."""
         return self.embedding.attend(hidden) if self.head is None else self.head(hidden)
 
     def empty_cache(self, batch: int, positions: int) -> KVCache:
-        """A cache for ``batch`` rows of up to ``positions`` tokens."""
-        config = self.config
-        shape = (batch, positions, config.num_kv_heads, config.head_dim)
-        layers = tuple(
-            (jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)) for _ in range(config.num_layers)
-        )
-        return KVCache(layers, jnp.int32(0))
+        """A cache for ``batch`` rows of up to ``positions`` tokens, padding included."""
+        layers = tuple(layer.attention.empty_cache(batch, positions) for layer in self.layers)
+        return KVCache(layers, jnp.zeros(batch, jnp.int32))
 
     def check_token_ids(self, token_ids: ArrayLike) -> jax.Array:
         """``token_ids`` as int32 ``[B, T]``, else TypeError or ValueError."""

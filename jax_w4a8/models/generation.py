@@ -14,13 +14,11 @@ import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
 
+from jax_w4a8.models.attend import cache_slots
 from jax_w4a8.models.cache import KVCache
 
 if TYPE_CHECKING:
     from jax_w4a8.models.decoder import Decoder
-
-#: The cache's length is rounded up to this, so that similar requests share a program.
-CACHE_MULTIPLE = 64
 
 TokenIds = np.ndarray[Any, np.dtype[np.int32]]
 #: The likeliest next token of each row, int32 ``[B]``, and the cache that led to it.
@@ -112,7 +110,7 @@ class _Run:
                 f"max_new_tokens must be at most {max(limit - length, 0)}: the model has {limit} positions "
                 f"and the prompt takes {length}, got {max_new_tokens}"
             )
-        self.capacity = -(-(length + max_new_tokens) // CACHE_MULTIPLE) * CACHE_MULTIPLE
+        self.capacity = cache_slots(length + max_new_tokens)
         self.skeleton, self.leaves = _take_apart(model)
 
     def compile(self, steps: bool) -> None:

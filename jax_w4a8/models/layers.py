@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jax_w4a8.invariance import barrier, evenly, matmul_transposed, ordered_sum
 from jax_w4a8.linear import linear
 from jax_w4a8.weights import ExpertWeights, LinearWeights
-
-_HIGHEST = lax.Precision.HIGHEST
 
 Packed = TypeVar("Packed", LinearWeights, ExpertWeights)
 
@@ -43,6 +42,8 @@ def matmul_float(x: jax.Array, weight: jax.Array) -> jax.Array:
     Measured on two cores, [1, 2048] x [40000, 2048]: 14 ms against 116 ms with widened weights, and half the
     error.
 
+    A row's result doesn't depend on the others (:mod:`jax_w4a8.invariance`).
+
     Args:
       x: float32 ``[..., K]``.
       weight: ``[N, K]``.
@@ -50,13 +51,15 @@ def matmul_float(x: jax.Array, weight: jax.Array) -> jax.Array:
     Returns:
       float32 ``[..., N]``.
     """
+    rows = x.reshape(-1, x.shape[-1])
     if weight.dtype != jnp.bfloat16:
-        return lax.dot_general(
-            x, weight.astype(jnp.float32), (((x.ndim - 1,), (1,)), ((), ())), precision=_HIGHEST
-        )
-    parts = jnp.stack(_split_bfloat16(x))
-    y = lax.dot_general(parts, weight, (((x.ndim,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return y[0] + (y[1] + y[2])
+        y = matmul_transposed(rows, weight.astype(jnp.float32))
+    else:
+        count = len(rows)
+        parts = jnp.concatenate(_split_bfloat16(jnp.pad(rows, ((0, int(count == 1)), (0, 0)))))
+        first, second, third = jnp.split(matmul_transposed(parts, weight), 3)
+        y = (first + (second + third))[:count]
+    return y.reshape(*x.shape[:-1], len(weight))
 
 
 def _split_bfloat16(x: jax.Array) -> list[jax.Array]:
@@ -128,5 +131,5 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """float32 ``[..., N]`` to the same."""
-        scale = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
-        return x * scale * self.weight.get_value().astype(jnp.float32)
+        mean = barrier(ordered_sum(barrier(x * x)) / x.shape[-1])
+        return x * evenly(lax.rsqrt, mean + self.epsilon) * self.weight.get_value().astype(jnp.float32)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jax_w4a8.experts.base import Activation
 from jax_w4a8.experts.xla import activate
 from jax_w4a8.models.layers import Linear, PackedWeight, QuantizedOptions
-from jax_w4a8.moe import moe
-from jax_w4a8.routing import Routing
+from jax_w4a8.models.span import Span
+from jax_w4a8.moe import fused_experts
+from jax_w4a8.routing import Routing, route
 from jax_w4a8.weights import ExpertWeights
 
 
@@ -22,7 +24,7 @@ class DenseMLP(nnx.Module):
         self.up = up
         self.down = down
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, span: Span) -> jax.Array:
         """float32 ``[B, T, H]`` to the same."""
         return self.down(activate(self.gate(x), self.up(x), self.activation))
 
@@ -44,13 +46,14 @@ class MoE(nnx.Module):
         self.experts = PackedWeight(experts)
         self.options = options
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """float32 ``[B, T, H]`` to the same; router logits are float32."""
-        return moe(
+    def __call__(self, x: jax.Array, span: Span) -> jax.Array:
+        """float32 ``[B, T, H]`` to the same; router logits are float32. Padding gets zeros, at no cost."""
+        weights, ids = route(self.router(x), self.routing)
+        return fused_experts(
             x,
-            self.router(x),
+            weights,
+            jnp.where(span.real[..., None], ids, -1),
             self.experts.get_value(),
-            self.routing,
             activation=self.activation,
             activation_scheme=self.options.activation_scheme,
             backend=self.options.backend,
