@@ -76,6 +76,15 @@ def random_experts(
     )
 
 
+def packed_bytes(out_features: int, in_features: int, group_size: int) -> int:
+    """Bytes of one packed matrix: codes, scales, sums and bias."""
+    width = LinearWeights(None, None, None, None, out_features, in_features, group_size).group_width
+    groups = num_groups(group_size, in_features)
+    scale_bytes = 4 if group_size == CHANNELWISE else 2
+    per_channel = groups * (width // 2 + scale_bytes) + 8
+    return num_blocks(out_features) * BLOCK_CHANNELS * per_channel
+
+
 def on_device(weights: Any) -> Any:
     """Numpy weights as jax arrays, taken over without a copy."""
     return to_device(weights)

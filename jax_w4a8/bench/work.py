@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jax_w4a8.bench.random_weights import on_device, random_experts, random_linear
+from jax_w4a8.bench.random_weights import on_device, packed_bytes, random_experts, random_linear
 from jax_w4a8.bench.routings import random_ids
 from jax_w4a8.bench.shapes import LayerShape, LinearShape
 from jax_w4a8.quantization import normalize_group_size
@@ -87,8 +87,8 @@ class MoEWork:
     def layer_bytes(self) -> int:
         """Bytes of one layer's packed weights, scales, sums and biases."""
         shape = self.shape
-        w13 = _packed_bytes(2 * shape.intermediate_size, shape.hidden_size, self.group_size)
-        w2 = _packed_bytes(shape.hidden_size, shape.intermediate_size, self.group_size)
+        w13 = packed_bytes(2 * shape.intermediate_size, shape.hidden_size, self.group_size)
+        w2 = packed_bytes(shape.hidden_size, shape.intermediate_size, self.group_size)
         return shape.num_experts * (w13 + w2)
 
     @property
@@ -131,7 +131,7 @@ class LinearWork:
     @property
     def layer_bytes(self) -> int:
         """Bytes of the packed weights, scales, sums and biases."""
-        return _packed_bytes(self.shape.out_features, self.shape.in_features, self.group_size)
+        return packed_bytes(self.shape.out_features, self.shape.in_features, self.group_size)
 
     @property
     def macs_per_token(self) -> int:
@@ -153,13 +153,6 @@ class LinearWork:
     def bytes_touched(self, inputs: Round) -> float:
         """As :meth:`Work.bytes_touched`."""
         return self.layer_bytes + inputs.x.nbytes + 4 * inputs.tokens * self.shape.out_features
-
-
-def _packed_bytes(out_features: int, in_features: int, group_size: int) -> int:
-    """Without the filling of blocks."""
-    groups = 1 if group_size < 0 else -(-in_features // group_size)
-    scale_bytes = 4 if group_size < 0 else 2
-    return out_features * (in_features // 2 + groups * scale_bytes + 8)
 
 
 def cosine(a: Array, b: Array) -> float:

@@ -48,7 +48,8 @@ class MoE(nnx.Module):
 
     def __call__(self, x: jax.Array, span: Span) -> jax.Array:
         """float32 ``[B, T, H]`` to the same; router logits are float32. Padding gets zeros, at no cost."""
-        weights, ids = route(self.router(x), self.routing)
+        with jax.named_scope("router"):
+            weights, ids = route(self.router(x), self.routing)
         return fused_experts(
             x,
             weights,
