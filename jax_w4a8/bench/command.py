@@ -33,6 +33,8 @@ _HEADER = (
 )
 #: What a run needs beside the weights: the buffer that bandwidth is read from, scratch, JAX itself.
 _OVERHEAD_BYTES = 3 << 30
+#: Layers that few tokens take in turn.
+_LAYERS_OF_FEW = 8
 #: Layers that many tokens take in turn: each of them reads more than a cache holds.
 _LAYERS_OF_MANY = 2
 #: One call over small linear maps should touch this much, so that none is met in a cache.
@@ -51,12 +53,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024], metavar="T")
     what.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["uniform"])
-    what.add_argument("--layers", type=int, default=8, help="different layers taken in turn by few tokens")
+    what.add_argument(
+        "--layers", type=int, help="different layers taken in turn by few tokens (8); with --model: all"
+    )
     what.add_argument("--repetitions", type=int, default=7)
     what.add_argument("--threads", type=int, nargs="+", help="at most so many of XLA's pool; default: all")
     what.add_argument(
         "--instruction-set", nargs="+", metavar="NAME", help="those to run with; default: the best one"
     )
+    whole = parser.add_argument_group("a whole model instead of layers")
+    whole.add_argument("--model", metavar="NAME", help="such as qwen3-30b-a3b, with random weights")
+    whole.add_argument("--prompt-tokens", type=int, default=512, metavar="N")
+    whole.add_argument("--decode-tokens", type=int, default=64, metavar="N")
+    whole.add_argument("--head", choices=("bfloat16", "w4a8"), default="bfloat16", help="of the output")
     beside = parser.add_argument_group("what runs beside it, in turn")
     beside.add_argument(
         "--baseline", nargs="+", choices=BASELINES, default=[], help="pure JAX ways to do the same"
@@ -80,45 +89,66 @@ def run(args: argparse.Namespace) -> int:
     """
     if not ffi.native_available():
         raise RuntimeError(f"the native backend is not available: {ffi.unavailable_reason()}")
-    for name in ("tokens", "layers", "repetitions", "threads"):
+    for name in ("tokens", "layers", "repetitions", "threads", "prompt_tokens", "decode_tokens"):
         values = getattr(args, name)
         least = min(values) if isinstance(values, list) else values
         if least is not None and least < 1:
             raise ValueError(f"{name} must be at least 1, got {least}")
     if args.plot:
         require_matplotlib()
+    if args.model:
+        return _run_model(args)
+    layers = args.layers or _LAYERS_OF_FEW
     works = list(_works(args))
     natives = _natives(args)
     others = [*(BASELINES[name] for name in args.baseline), *find_peers(args.peer)]
     threads = sorted({min(n, ffi.num_threads()) for n in args.threads or [ffi.num_threads()]})
     for work in works:
-        _check_memory(work, [*natives, *others], args.layers)
+        _check_memory(work, [*natives, *others], layers)
     machine = Machine.here()
     print(f"{machine.cpu}, {max(threads)} threads, {', '.join(one.instruction_set for one in natives)}")
     limits = Limits()
     results = []
     for work in works:
         print(f"{work.name}, group size {work.group_size}\n{_HEADER}", flush=True)
-        layers = work.layers(_layer_count(work, args.layers))
+        weights = work.layers(_layer_count(work, layers))
         for count in threads:
-            for measurement in _measure(work, layers, natives, others, count, limits, args):
+            for measurement in _measure(work, weights, natives, others, count, limits, args):
                 _print(measurement)
                 results.append({"work": work.name, "group_size": work.group_size, **measurement.as_dict()})
-        del layers
-    record: dict[str, Any] = {
-        "machine": machine.as_dict(),
-        "peers": {name: PEERS[name][0].version() for name in args.peer},
-        "command": shlex.join(["python", "-m", "jax_w4a8", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "limits": limits.summary(),
-        "results": results,
-    }
+        del weights
+    record = {**_circumstances(args), "limits": limits.summary(), "results": results}
     _print_limits(record["limits"])
-    if args.json:
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    _write_json(args.json, record)
     if args.plot:
         save_roofline(record, args.plot)
     return 0
+
+
+def _run_model(args: argparse.Namespace) -> int:
+    from jax_w4a8.bench.model_command import run_model  # needs what models need
+
+    if args.instruction_set:
+        ffi.set_instruction_set(args.instruction_set[0])
+    if args.plot or args.baseline:
+        raise ValueError("--plot and --baseline are for layers, not for --model")
+    found = run_model(args, find_peers(args.peer), Limits)
+    _write_json(args.json, {**_circumstances(args), **found})
+    return 0
+
+
+def _circumstances(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "machine": Machine.here().as_dict(),
+        "peers": {name: PEERS[name][0].version() for name in args.peer},
+        "command": shlex.join(["python", "-m", "jax_w4a8", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def _write_json(path: Path | None, record: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def _works(args: argparse.Namespace) -> Iterator[Work]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from jax_w4a8.bench.machine import Limits, available_bytes
 from jax_w4a8.bench.model_configs import find_config
 from jax_w4a8.bench.random_model import random_plan
 from jax_w4a8.bench.trace import PARTS, Breakdown, breakdown
+from jax_w4a8.bench.work import Array
+from jax_w4a8.models.attend import cache_slots
 from jax_w4a8.models.cache import KVCache
 from jax_w4a8.models.config import DecoderConfig, MixtureConfig
 from jax_w4a8.models.decoder import Decoder
@@ -68,9 +70,7 @@ def check_memory(case: ModelCase, beside: float = 0) -> tuple[DecoderConfig, Dec
     """
     fields = find_config(case.name, case.layers)
     config, plan = random_plan(case.name, fields, case.group_size, case.quantized_head)
-    slots = case.prompt_tokens + case.decode_tokens
-    abstract = jax.eval_shape(lambda: _cache_leaves(config, plan, slots))
-    cache = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
+    cache = 8 * config.num_layers * config.hidden_size * slots_of(case)  # at most
     needed, available = plan.nbytes + cache + _OVERHEAD_BYTES + beside, available_bytes()
     if needed > available:
         peer = f", {beside / 2**30:.1f} GiB for peers" if beside else ""
@@ -82,15 +82,10 @@ def check_memory(case: ModelCase, beside: float = 0) -> tuple[DecoderConfig, Dec
     return config, plan
 
 
-def _cache_leaves(config: DecoderConfig, plan: DecoderPlan, slots: int) -> list[jax.Array]:
-    shape = (config.num_layers, 2, config.num_kv_heads, slots, config.head_dim)
-    return [jnp.zeros(shape, jnp.float32)]
-
-
 class _Programs:
     """A model's two programs, compiled ahead."""
 
-    def __init__(self, model: Decoder, prompt: jax.Array, slots: int) -> None:
+    def __init__(self, model: Decoder, prompt_tokens: int, slots: int) -> None:
         graphdef, state = nnx.split(model)
         self._leaves, treedef = jax.tree.flatten(state)
 
@@ -108,6 +103,7 @@ class _Programs:
             hidden, cache = model.hidden_states(token[:, None], cache)
             return _likeliest(model, hidden[:, 0]), cache
 
+        prompt = jax.ShapeDtypeStruct((1, prompt_tokens), jnp.int32)
         lowered = jax.jit(prefill).lower(self._leaves, prompt)
         self.compiled_prefill: Any = lowered.compile()
         token, cache = lowered.out_info
@@ -123,11 +119,15 @@ class _Programs:
 
 
 def _likeliest(model: Decoder, hidden: jax.Array) -> jax.Array:
-    return jnp.argmax(model.logits(hidden), axis=-1).astype(jnp.int32)
+    logits = model.logits(hidden)
+    with jax.named_scope("sampling"):
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 class ModelRun:
-    """A built model, ready to be timed."""
+    """Our model, built and compiled."""
+
+    name = "jax_w4a8"
 
     def __init__(
         self, case: ModelCase, config: DecoderConfig, plan: DecoderPlan, say: Callable[[str], None]
@@ -140,42 +140,44 @@ class ModelRun:
         say(f"  {plan.nbytes / 1e9:.2f} GB of weights made in {self.build_seconds:.0f} s")
         self.weight_bytes = plan.nbytes
         self.must_read = _must_read(model, config, case.prompt_tokens + case.decode_tokens // 2)
-        rng = np.random.default_rng(0)
-        self.prompt = jnp.asarray(rng.integers(0, config.vocab_size, (1, case.prompt_tokens)), jnp.int32)
+        self._made: Made | None = None
         started = time.perf_counter()
-        self._programs = _Programs(model, self.prompt, _slots(case))
+        self._programs = _Programs(model, case.prompt_tokens, slots_of(case))
         self.compile_seconds = time.perf_counter() - started
         say(f"  both programs compiled in {self.compile_seconds:.0f} s")
 
-    def prefill(self) -> tuple[float, Made]:
-        """Seconds of one prompt, and where it leads."""
+    def prefill(self, tokens: Array) -> float:
+        """As :meth:`Timed.prefill`."""
+        self._made = None  # its memory is needed
+        prompt = jnp.asarray(tokens[None])
         started = time.perf_counter()
-        made = self._programs.prefill(self.prompt)
-        return time.perf_counter() - started, made
+        self._made = self._programs.prefill(prompt)
+        return time.perf_counter() - started
 
-    def step(self, made: Made) -> tuple[float, Made]:
-        """Seconds of one more token, and where it leads; ``made`` is used up."""
+    def step(self, token: int) -> float:
+        """As :meth:`Timed.step`; the token is the likeliest one, whatever is given."""
+        if self._made is None:
+            raise RuntimeError("prefill comes before the first step")
         started = time.perf_counter()
-        made = self._programs.step(made)
-        return time.perf_counter() - started, made
+        self._made = self._programs.step(self._made)
+        return time.perf_counter() - started
 
     def prefill_breakdown(self) -> Breakdown:
         """One prompt, part by part."""
-        return breakdown(self._programs.compiled_prefill, lambda: self.prefill() and None, 1)
+        prompt = np.zeros(self.case.prompt_tokens, np.int32)
+        return breakdown(self._programs.compiled_prefill, lambda: _ignore(self.prefill(prompt)), 1)
 
-    def step_breakdown(self, made: Made) -> Breakdown:
-        """Some steps, part by part."""
-        state = [made]
-
-        def call() -> None:
-            state[0] = self._programs.step(state[0])
-
-        return breakdown(self._programs.compiled_step, call, _TRACED_STEPS)
+    def step_breakdown(self) -> Breakdown:
+        """Some steps after those measured, part by part."""
+        return breakdown(self._programs.compiled_step, lambda: _ignore(self.step(0)), _TRACED_STEPS)
 
 
-def _slots(case: ModelCase) -> int:
-    from jax_w4a8.models.attend import cache_slots
+def _ignore(value: object) -> None:
+    pass
 
+
+def slots_of(case: ModelCase) -> int:
+    """Positions that a run needs, rounded up to whole blocks."""
     return cache_slots(case.prompt_tokens + case.decode_tokens + _TRACED_STEPS)
 
 
@@ -191,22 +193,29 @@ def _must_read(model: Decoder, config: DecoderConfig, context: int) -> dict[str,
         else:
             found["dense MLP"] += _nbytes(layer.mlp)
         found["norms"] += _nbytes(layer.attention_norm) + _nbytes(layer.mlp_norm)
-    one = jax.eval_shape(lambda: model.empty_cache(1, _slots_of(context)))
-    found["attention"] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(one.layers))
-    found["attention"] *= context / _slots_of(context)
+    slots = cache_slots(context)
+    cache = jax.eval_shape(lambda: model.empty_cache(1, slots))
+    found["attention"] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache.layers))
+    found["attention"] *= context / slots
     head: Linear | Any = model.embedding if model.head is None else model.head
     found["head"] = _nbytes(head)
     return found
 
 
-def _slots_of(context: int) -> int:
-    from jax_w4a8.models.attend import cache_slots
-
-    return cache_slots(context)
-
-
 def _nbytes(module: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(module))
+
+
+class Timed(Protocol):
+    """A model that can be timed: ours or a peer's."""
+
+    name: str
+
+    def prefill(self, tokens: Array) -> float:
+        """Seconds of one prompt, int32 ``[T]``, from an empty cache."""
+
+    def step(self, token: int) -> float:
+        """Seconds of one more token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +226,7 @@ class ModelResult:
       implementation: ours or a peer.
       prefill_seconds, prefill_rate: the prompt, and its tokens per second.
       step_milliseconds, decode_rate: one token, and tokens per second.
-      step_bandwidth_share: bytes that a step must read over the time that it took, as a share of plain reads.
+      step_bandwidth_share: bytes that our step must read over the time taken, as a share of plain reads.
       bandwidth_gbytes: plain reads, in turn with the steps.
     """
 
@@ -226,39 +235,42 @@ class ModelResult:
     prefill_rate: float
     step_milliseconds: float
     decode_rate: float
-    step_bandwidth_share: float | None = None
-    bandwidth_gbytes: float | None = None
+    step_bandwidth_share: float
+    bandwidth_gbytes: float
 
 
-def measure_ours(run: ModelRun, limits: Limits, repetitions: int) -> tuple[ModelResult, Made]:
-    """Prefill and decode, taking turns with the bandwidth."""
+def measure(
+    models: Sequence[Timed], case: ModelCase, must_read: float, limits: Limits, repetitions: int
+) -> list[ModelResult]:
+    """Prefill and decode of every model, taking turns with each other and with the bandwidth."""
     threads = ffi.num_threads()
-    prefills = []
-    made: Any = None
-    for _ in range(repetitions):
-        made = None
-        seconds, made = run.prefill()
-        prefills.append(seconds)
-    steps: list[float] = []
-    shares = []
-    must_read = sum(run.must_read.values())
-    while len(steps) < run.case.decode_tokens:
-        bandwidth = limits.bandwidth(threads)
-        for _ in range(min(_STEPS_BETWEEN_LIMITS, run.case.decode_tokens - len(steps))):
-            seconds, made = run.step(made)
-            steps.append(seconds)
-            shares.append(must_read / seconds / bandwidth)
-    prefill, step = statistics.median(prefills), statistics.median(steps)
-    result = ModelResult(
-        "jax_w4a8",
-        prefill,
-        run.case.prompt_tokens / prefill,
-        1e3 * step,
-        1 / step,
-        statistics.median(shares),
-        statistics.median(limits.bandwidths[threads]) / 1e9,
-    )
-    return result, made
+    tokens = np.random.default_rng(0).integers(0, 1000, case.prompt_tokens).astype(np.int32)
+    prefills = [
+        statistics.median(column)
+        for column in zip(*([one.prefill(tokens) for one in models] for _ in range(repetitions)), strict=True)
+    ]
+    steps: list[list[float]] = [[] for _ in models]
+    shares: list[list[float]] = [[] for _ in models]
+    bandwidths = []
+    for first in range(0, case.decode_tokens, _STEPS_BETWEEN_LIMITS):
+        count = min(_STEPS_BETWEEN_LIMITS, case.decode_tokens - first)
+        for one, own_steps, own_shares in zip(models, steps, shares, strict=True):
+            bandwidths.append(limits.bandwidth(threads))
+            taken = [one.step(token) for token in range(first, first + count)]
+            own_steps += taken
+            own_shares += [must_read / seconds / bandwidths[-1] for seconds in taken]
+    return [
+        ModelResult(
+            one.name,
+            prefill,
+            case.prompt_tokens / prefill,
+            1e3 * statistics.median(own_steps),
+            1 / statistics.median(own_steps),
+            statistics.median(own_shares),
+            statistics.median(bandwidths) / 1e9,
+        )
+        for one, prefill, own_steps, own_shares in zip(models, prefills, steps, shares, strict=True)
+    ]
 
 
 def print_breakdown(

@@ -22,12 +22,14 @@ _PARTS = (
     ("dense MLP", re.compile(r"/mlp/.*linear")),
     ("routing, residual", re.compile(r"/mlp/")),
     ("norms", re.compile(r"norm/")),
-    ("head", re.compile(r"/head/|argmax")),
+    ("head", re.compile(r"/head/")),
+    ("sampling", re.compile(r"/sampling/")),
     ("embedding", re.compile(r"/embedding/")),
 )
 OTHER = "other"
 PARTS = (*(name for name, _ in _PARTS), OTHER)
-_NAMED = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{[^}]*op_name=\"([^\"]*)\"", re.MULTILINE)
+_OPERATION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = ")
+_OP_NAME = re.compile(r"metadata=\{[^}]*op_name=\"([^\"]*)\"")
 _CONTAINERS = re.compile(r"^(while|call|conditional)[.\d]*$")
 
 
@@ -62,7 +64,7 @@ def breakdown(compiled: Any, call: Callable[[], None], calls: int) -> Breakdown:
       call: calls it once and waits for it.
       calls: how often.
     """
-    part_by_operation = {name: part_of(op_name) for name, op_name in _NAMED.findall(compiled.as_text())}
+    part_by_operation = _parts(compiled.as_text())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(calls):
@@ -73,6 +75,29 @@ def breakdown(compiled: Any, call: Callable[[], None], calls: int) -> Breakdown:
     for name, duration in events:
         nanoseconds[part_by_operation.get(name, OTHER)] += duration
     return Breakdown({part: nanoseconds[part] / calls / 1e6 for part in PARTS}, len(events) // calls)
+
+
+def _parts(text: str) -> dict[str, str]:
+    """The part of every operation of a compiled program.
+
+    Some fusions lose their name. They count with the next named operation of their computation, which the
+    text lists in the order of execution.
+    """
+    found: dict[str, str] = {}
+    unnamed: list[str] = []
+    for line in text.splitlines():
+        operation = _OPERATION.match(line)
+        if operation is None:
+            unnamed.clear()
+            continue
+        op_name = _OP_NAME.search(line)
+        if op_name is not None and "/" in op_name[1]:
+            part = part_of(op_name[1])
+            found |= dict.fromkeys([*unnamed, operation[1]], part)
+            unnamed.clear()
+        elif " parameter(" not in line and " constant(" not in line:
+            unnamed.append(operation[1])
+    return found
 
 
 def _operations(profile: Any) -> Any:

@@ -11,6 +11,8 @@ from jax_w4a8.bench.peers.onnxruntime import OnnxRuntime
 from jax_w4a8.bench.peers.openvino import OpenVino
 from jax_w4a8.bench.peers.zentorch import ZenTorch
 
+__all__ = ["PEERS", "LlamaCpp", "Peer", "find_peers"]
+
 #: By the names that ``--peer`` takes; several ways of running one peer share its name.
 PEERS: dict[str, tuple[Peer, ...]] = {
     "llama.cpp": (LlamaCpp("q4_0", True), LlamaCpp("q4_K", False), LlamaCpp("q4_K", True)),
