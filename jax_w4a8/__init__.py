@@ -22,13 +22,15 @@ from jax_w4a8.ffi import (
 from jax_w4a8.linear import linear
 from jax_w4a8.moe import apply_experts, combine, fused_experts, moe
 from jax_w4a8.oracle import MoEConfig, W4A8Int8MoeBackend, explain, select_w4a8_int8_moe_backend
-from jax_w4a8.quantization import GroupShape, QuantizedTensor, QuantKey, dequantize, quantize
+from jax_w4a8.quantization import GroupShape, QuantizedTensor, QuantizedWords, QuantKey, dequantize, quantize
 from jax_w4a8.routing import Routing, route
 from jax_w4a8.weights import (
     ExpertWeights,
     LinearWeights,
     pack_experts,
     pack_linear,
+    quantize_and_pack_experts,
+    quantize_and_pack_linear,
     unpack_experts,
     unpack_linear,
 )
@@ -44,6 +46,7 @@ __all__ = [
     "MoEConfig",
     "QuantKey",
     "QuantizedTensor",
+    "QuantizedWords",
     "Routing",
     "W4A8Int8MoeBackend",
     "apply_experts",
@@ -59,6 +62,8 @@ __all__ = [
     "pack_experts",
     "pack_linear",
     "quantize",
+    "quantize_and_pack_experts",
+    "quantize_and_pack_linear",
     "release_scratch",
     "route",
     "select_w4a8_int8_moe_backend",

@@ -16,5 +16,28 @@ def plan_probe(
 def moe_probe(
     tokens: int, top_k: int, experts: int, hidden: int, intermediate: int, group_width: int, threads: int
 ) -> int: ...
+def pack_codes(
+    rows: Any,
+    scales: Any,
+    scales_dtype: str,
+    inputs: int,
+    codes: Any,
+    scale: Any,
+    scale_dtype: str,
+    scaled_sum: Any,
+) -> bool: ...
+def pack_words(
+    rows: Any,
+    scales: Any,
+    scales_dtype: str,
+    inputs: int,
+    codes: Any,
+    scale: Any,
+    scale_dtype: str,
+    scaled_sum: Any,
+) -> bool: ...
+def pack_floats(
+    rows: Any, dtype: str, inputs: int, codes: Any, scale: Any, scale_dtype: str, scaled_sum: Any
+) -> bool: ...
 
 compiler: str

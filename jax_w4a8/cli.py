@@ -50,6 +50,14 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
     parser.add_argument("--activation-scheme", choices=ACTIVATION_SCHEMES, default="asymmetric")
     parser.add_argument("--backend", choices=["auto", *(b.value for b in W4A8Int8MoeBackend)], default="auto")
+    parser.add_argument(
+        "--packed-cache",
+        type=Path,
+        nargs="?",
+        const=True,
+        metavar="CACHE",
+        help="keep packed weights here for the next load; default: in the user's cache directory",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
@@ -62,7 +70,9 @@ def _generate(arguments: argparse.Namespace) -> int:
     path = default_model_path() if arguments.model is None else arguments.model
     prompt = DEFAULT_PROMPT if arguments.prompt is None else arguments.prompt
     tokenizer = load_tokenizer(path)
-    model = load_model(path, arguments.activation_scheme, arguments.backend)
+    model = load_model(
+        path, arguments.activation_scheme, arguments.backend, packed_cache=arguments.packed_cache
+    )
     stream = TextStream(model, tokenizer, prompt, arguments.max_new_tokens)
     if not arguments.json:
         print(prompt, end="", flush=True)

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_w4a8.threads import num_threads as num_threads
 from jax_w4a8.weights import LAYOUT_VERSION
 
 try:
@@ -164,17 +165,6 @@ def thread_limit(limit: int) -> Iterator[None]:
         yield
     finally:
         _native.set_thread_limit(before)
-
-
-def num_threads() -> int:
-    """Threads of XLA's intra-op pool, as its own rule computes them: ``NPROC``, else the CPU affinity."""
-    for variable in ("PJRT_NPROC", "NPROC"):
-        value = os.environ.get(variable, "")
-        if value.isdigit() and int(value) > 0:
-            return int(value)
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def release_scratch() -> int:

@@ -148,23 +148,112 @@ class QuantizedTensor:
 
     def check(self, name: str = "weights") -> None:
         """Raises TypeError or ValueError, naming the argument ``name``, unless everything fits together."""
-        codes, scale = self.codes, self.scale
+        self.check_form(name)
+        _check_values(self.codes, self.scale, name)
+
+    def check_form(self, name: str = "weights") -> None:
+        """As :meth:`check`, of dtypes and shapes alone."""
+        codes = self.codes
         if codes.dtype not in (jnp.dtype(jnp.int8), jnp.dtype(jnp.int4)):
             raise TypeError(f"{name}.codes must be int8 or int4, got {codes.dtype}")
-        if scale.dtype not in (*SCALE_DTYPES, jnp.dtype(jnp.float16)):
-            raise TypeError(f"{name}.scale must be float32, bfloat16 or float16, got {scale.dtype}")
+        _check_scale_dtype(self.scale, name)
         if codes.ndim < 2:
             raise ValueError(f"{name}.codes must be [..., N, K], got shape {tuple(codes.shape)}")
         if codes.shape[-1] == 0:
             raise ValueError(f"{name}.codes must have at least one input, got shape {tuple(codes.shape)}")
-        size = normalize_group_size(self.group_size, codes.shape[-1])
-        expected = (*codes.shape[:-1], num_groups(size, codes.shape[-1]))
-        if tuple(scale.shape) != expected:
+        _check_scale_shape(self.scale, self.shape, self.group_size, name)
+
+
+#: Codes that a word of :class:`QuantizedWords` holds.
+CODES_PER_WORD = 8
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedWords:
+    """INT4 codes with their scales as compressed-tensors stores them: eight codes to a 32-bit word.
+
+    Attributes:
+      words: int32 ``[..., N, ceil(K / 8)]``; each code plus 8 in four bits, the first in the lowest ones.
+      scale: float32, bfloat16 or float16 ``[..., N, ceil(K / group_size)]``; negative values are legal.
+      in_features: K; what a last word holds behind it has no meaning.
+      group_size: inputs per scale, -1 for channel-wise.
+    """
+
+    words: Any
+    scale: Any
+    in_features: int = dataclasses.field(metadata={"static": True})
+    group_size: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weights: ``[..., N, K]``."""
+        return (*self.words.shape[:-1], self.in_features)
+
+    def unpack(self) -> QuantizedTensor:
+        """The same weights, one code to a byte; numpy arrays if these are, else jax arrays."""
+        return QuantizedTensor(unpack_words(self.words, self.in_features), self.scale, self.group_size)
+
+    def check(self, name: str = "weights") -> None:
+        """Raises TypeError or ValueError, naming the argument ``name``, unless everything fits together."""
+        self.check_form(name)
+        _check_scale_values(self.scale, name)
+
+    def check_form(self, name: str = "weights") -> None:
+        """As :meth:`check`, of dtypes and shapes alone."""
+        words = self.words
+        if words.dtype != jnp.dtype(jnp.int32):
+            raise TypeError(f"{name}.words must be int32, got {words.dtype}")
+        _check_scale_dtype(self.scale, name)
+        if words.ndim < 2:
+            raise ValueError(f"{name}.words must be [..., N, ceil(K / 8)], got shape {tuple(words.shape)}")
+        if self.in_features < 1:
+            raise ValueError(f"{name}.in_features must be at least 1, got {self.in_features}")
+        if words.shape[-1] != -(-self.in_features // CODES_PER_WORD):
             raise ValueError(
-                f"{name}.scale must have shape {expected} for codes {tuple(codes.shape)} and "
-                f"group_size {self.group_size}, got {tuple(scale.shape)}"
+                f"{name}.words must have {-(-self.in_features // CODES_PER_WORD)} words a row for "
+                f"{self.in_features} inputs, got shape {tuple(words.shape)}"
             )
-        _check_values(codes, scale, name)
+        _check_scale_shape(self.scale, self.shape, self.group_size, name)
+
+
+def unpack_words(words: Any, in_features: int) -> Any:
+    """int8 codes ``[..., N, K]`` of int32 words ``[..., N, ceil(K / 8)]``: ``pack_to_int32`` undone.
+
+    Args:
+      words: a numpy or jax array; the codes are one of the same kind.
+      in_features: K.
+    """
+    if isinstance(words, np.ndarray):
+        pairs = words.astype("<i4", order="C", copy=False).view(np.uint8)
+        codes = np.empty((*pairs.shape, 2), np.int8)
+        np.bitwise_and(pairs, 15, out=codes[..., 0].view(np.uint8))
+        np.right_shift(pairs, 4, out=codes[..., 1].view(np.uint8))
+        codes -= 8
+    else:
+        shifts = 4 * jnp.arange(CODES_PER_WORD, dtype=jnp.int32)
+        codes = ((words[..., None] >> shifts) & 15).astype(jnp.int8) - jnp.int8(8)
+    return codes.reshape(*words.shape[:-1], -1)[..., :in_features]
+
+
+def _check_scale_dtype(scale: Any, name: str) -> None:
+    if scale.dtype not in (*SCALE_DTYPES, jnp.dtype(jnp.float16)):
+        raise TypeError(f"{name}.scale must be float32, bfloat16 or float16, got {scale.dtype}")
+
+
+def _check_scale_shape(scale: Any, shape: tuple[int, ...], group_size: int, name: str) -> None:
+    size = normalize_group_size(group_size, shape[-1])
+    expected = (*shape[:-1], num_groups(size, shape[-1]))
+    if tuple(scale.shape) != expected:
+        raise ValueError(
+            f"{name}.scale must have shape {expected} for codes {shape} and "
+            f"group_size {group_size}, got {tuple(scale.shape)}"
+        )
+
+
+def _check_scale_values(scale: Any, name: str) -> None:
+    if not isinstance(scale, jax.core.Tracer) and not bool(np.isfinite(np.asarray(scale, np.float32)).all()):
+        raise ValueError(f"{name}.scale holds NaN or infinity")
 
 
 def _check_values(codes: Any, scale: Any, name: str) -> None:
@@ -175,8 +264,7 @@ def _check_values(codes: Any, scale: Any, name: str) -> None:
     if low < CODE_MIN or high > CODE_MAX:
         worst = low if low < CODE_MIN else high
         raise ValueError(f"{name}.codes must lie in [{CODE_MIN}, {CODE_MAX}], found the value {worst}")
-    if not bool(np.isfinite(np.asarray(scale, np.float32)).all()):
-        raise ValueError(f"{name}.scale holds NaN or infinity")
+    _check_scale_values(scale, name)
 
 
 def weight_key(group_size: int, scale_dtype: DTypeLike) -> QuantKey:
@@ -198,6 +286,32 @@ def _divide(x: jax.Array, y: jax.Array) -> jax.Array:
     The barrier keeps XLA from multiplying by a reciprocal of what it sees was broadcast.
     """
     return x / lax.optimization_barrier(y)
+
+
+def check_float_weights(
+    w: Any, group_size: int | None, scale_dtype: DTypeLike | None, name: str = "w"
+) -> tuple[int, np.dtype[Any]]:
+    """The group size (-1 channel-wise) and the scales' dtype for quantising float weights ``w``.
+
+    Raises:
+      TypeError, ValueError: as :func:`quantize`, but for values.
+    """
+    if not jnp.issubdtype(w.dtype, jnp.floating):
+        raise TypeError(f"{name} must be a floating point array, got {w.dtype}")
+    if w.ndim < 2:
+        raise ValueError(f"{name} must be [..., N, K], got shape {w.shape}")
+    size = normalize_group_size(group_size, w.shape[-1])
+    if scale_dtype is None:
+        scale_dtype = jnp.float32 if size == CHANNELWISE else jnp.bfloat16
+    if jnp.dtype(scale_dtype) not in SCALE_DTYPES:
+        raise TypeError(f"scale_dtype must be float32 or bfloat16, got {jnp.dtype(scale_dtype)}")
+    return size, jnp.dtype(scale_dtype)
+
+
+def check_finite_weights(w: Any, name: str = "w") -> None:
+    """Raises ValueError, naming the argument ``name``, if an array (no tracer) holds NaN or infinity."""
+    if not isinstance(w, jax.core.Tracer) and not bool(jnp.isfinite(w).all()):
+        raise ValueError(f"{name} holds NaN or infinity")
 
 
 def quantize(
@@ -222,17 +336,8 @@ def quantize(
       ValueError: ``w`` has fewer than two axes or holds NaN or infinity, or the group size is not usable.
     """
     array = jnp.asarray(w)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"w must be a floating point array, got {array.dtype}")
-    if array.ndim < 2:
-        raise ValueError(f"w must be [..., N, K], got shape {array.shape}")
-    size = normalize_group_size(group_size, array.shape[-1])
-    if scale_dtype is None:
-        scale_dtype = jnp.float32 if size == CHANNELWISE else jnp.bfloat16
-    if jnp.dtype(scale_dtype) not in SCALE_DTYPES:
-        raise TypeError(f"scale_dtype must be float32 or bfloat16, got {jnp.dtype(scale_dtype)}")
-    if not isinstance(array, jax.core.Tracer) and not bool(jnp.isfinite(array).all()):
-        raise ValueError("w holds NaN or infinity")
+    size, scale_dtype = check_float_weights(array, group_size, scale_dtype)
+    check_finite_weights(array)
     k = array.shape[-1]
     groups = _group_view(array.astype(jnp.float32), size, num_groups(size, k))
     largest = jnp.abs(groups).max(axis=-1)

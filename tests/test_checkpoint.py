@@ -23,8 +23,7 @@ from jax_w4a8.checkpoint import (
     parse_quantization_config,
     to_device,
 )
-from jax_w4a8.checkpoint.stored import unpack_words
-from jax_w4a8.quantization import QuantizedTensor
+from jax_w4a8.quantization import QuantizedTensor, unpack_words
 from jax_w4a8.weights import pack_experts, pack_linear
 
 from .checkpoints import (

@@ -10,8 +10,10 @@ import jax_w4a8
 PACKAGE = Path(jax_w4a8.__file__).parent
 ORDER = (
     ("_native",),
+    ("threads",),
     ("quantization",),
     ("buffers",),
+    ("packing",),
     ("weights",),
     ("routing",),
     ("ffi",),

@@ -10,6 +10,7 @@
 
 #include "handlers.h"
 #include "kernels/kernels.h"
+#include "pack_binding.h"
 #include "parallel.h"
 #include "probes.h"
 #include "scratch.h"
@@ -91,4 +92,5 @@ NB_MODULE(_native, m) {
 #else
   m.attr("compiler") = "unknown";
 #endif
+  jax_w4a8::BindPacking(m);
 }

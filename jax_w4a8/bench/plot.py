@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
@@ -97,14 +98,18 @@ def _draw_limits(axes: Any, limits: dict[str, Any], threads: int, results: list[
             ha="right",
             fontsize=8,
             color=_MUTED,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8},
+            zorder=1,
         )
     top = max(peaks.values())
     axes.plot([lowest, top / bandwidth], [lowest * bandwidth, top], color=_MUTED, linewidth=1.1)
-    axes.annotate(
+    axes.text(
+        lowest * 1.05,
+        lowest * 1.05 * bandwidth * 1.12,
         f"memory {bandwidth:.1f} GB/s",
-        (lowest, lowest * bandwidth),
-        xytext=(2, 12),
-        textcoords="offset points",
+        rotation=math.degrees(math.atan(bandwidth)),
+        rotation_mode="anchor",
+        transform_rotates_text=True,
         fontsize=8,
         color=_MUTED,
     )
@@ -121,12 +126,24 @@ def _draw_series(axes: Any, label: str, points: list[dict[str, Any]], index: int
     marker = _MARKERS[index // len(_COLORS) % len(_MARKERS)]
     axes.plot(x, y, color=color, marker=marker, markersize=5, linewidth=1.2, label=label)
     if index == 0:
-        for point, across, up in zip(points, x, y, strict=True):
+        for group in _close_together(points):
+            tokens = ", ".join(str(point["tokens"]) for point in group)
             axes.annotate(
-                f"T={point['tokens']}",
-                (across, up),
+                f"T={tokens}",
+                (_intensity(group[-1]), group[-1]["gmacs"]),
                 xytext=(5, -11),
                 textcoords="offset points",
                 fontsize=8,
                 color=color,
             )
+
+
+def _close_together(points: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Neighbours whose labels would overlap share one."""
+    groups: list[list[dict[str, Any]]] = []
+    for point in points:
+        if groups and _intensity(point) < 1.3 * _intensity(groups[-1][0]):
+            groups[-1].append(point)
+        else:
+            groups.append([point])
+    return groups

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from jax_w4a8.bench.random_weights import packed_bytes, random_experts, random_linear
+from jax_w4a8.bench.shapes import LayerShape
 from jax_w4a8.buffers import aligned_empty
 from jax_w4a8.checkpoint import StoredArray, StoredExperts, StoredLinear
 from jax_w4a8.checkpoint.scheme import Scheme
@@ -18,7 +19,7 @@ from jax_w4a8.models.config import DecoderConfig
 from jax_w4a8.models.families import find_family
 from jax_w4a8.models.fields import Fields
 from jax_w4a8.models.plan import DecoderPlan, MoEPlan, plan_decoder
-from jax_w4a8.weights import ExpertWeights
+from jax_w4a8.weights import ExpertWeights, LinearWeights
 
 Array = np.ndarray[Any, Any]
 
@@ -85,20 +86,18 @@ class RandomLinear(StoredLinear):
             return 2 * self.out_features * self.in_features
         return packed_bytes(self.out_features, self.in_features, self.scheme.group_size)
 
-    def read(self) -> Any:
-        """Packed weights, or a bfloat16 ``[N, K]``."""
+    def read_packed(self) -> LinearWeights:
+        """Packed weights."""
         if self.scheme is None:
-            return RandomArray(
-                _NO_FILES, f"{self.name}.weight", sizes=(self.out_features, self.in_features), seed=self.seed
-            ).read()
-        rng = np.random.default_rng(self.seed)
-        return random_linear(rng, (), self.out_features, self.in_features, self.scheme.group_size)
+            raise ValueError(f"{self.name} isn't quantised")
+        return random_linear(self.out_features, self.in_features, self.scheme.group_size, self.seed)
 
 
 @dataclasses.dataclass(frozen=True)
 class RandomExperts(StoredExperts):
     """All experts of a layer, packed at once."""
 
+    top_k: int = 1
     hidden_size: int = 0
     intermediate_size: int = 0
     seed: int = 0
@@ -111,10 +110,9 @@ class RandomExperts(StoredExperts):
         return experts * (w13 + packed_bytes(self.hidden_size, self.intermediate_size, group))
 
     def read(self, progress: Callable[[int], None] = lambda nbytes: None) -> ExpertWeights:
-        """Packed weights, numpy arrays."""
-        rng = np.random.default_rng(self.seed)
-        sizes = (len(self), self.hidden_size, self.intermediate_size, self.scheme.group_size)
-        experts = random_experts(rng, *sizes)
+        """Packed weights."""
+        shape = LayerShape(len(self), self.top_k, self.hidden_size, self.intermediate_size)
+        experts = random_experts(shape, self.scheme.group_size, self.seed)
         progress(self.nbytes)
         return experts
 
@@ -152,7 +150,8 @@ class RandomCheckpoint:
             out_features,
             in_features,
             None if is_float else self._scheme,
-            bias=stored_bias,
+            self.array(f"{name}.weight", (out_features, in_features)) if is_float else None,
+            stored_bias,
             seed=self._next_seed(),
         )
 
@@ -187,6 +186,7 @@ def _with_random_experts(layer: Any, hidden_size: int, seed: int) -> Any:
     stored = mlp.experts
     experts = RandomExperts(
         **{field.name: getattr(stored, field.name) for field in dataclasses.fields(stored)},
+        top_k=mlp.config.routing.top_k,
         hidden_size=hidden_size,
         intermediate_size=mlp.config.intermediate_size,
         seed=seed,

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jax_w4a8.bench.random_weights import on_device, packed_bytes, random_experts, random_linear
+from jax_w4a8.bench.random_weights import packed_bytes, random_experts, random_linear
 from jax_w4a8.bench.routings import random_ids
 from jax_w4a8.bench.shapes import LayerShape, LinearShape
 from jax_w4a8.quantization import normalize_group_size
@@ -98,9 +98,7 @@ class MoEWork:
 
     def layers(self, count: int) -> list[ExpertWeights]:
         """As :meth:`Work.layers`."""
-        shape = self.shape
-        sizes = (shape.num_experts, shape.hidden_size, shape.intermediate_size, self.group_size)
-        return [on_device(random_experts(np.random.default_rng(seed), *sizes)) for seed in range(count)]
+        return [random_experts(self.shape, self.group_size, seed) for seed in range(count)]
 
     def round(self, tokens: int, layers: int, routing: str, rng: np.random.Generator) -> Round:
         """As :meth:`Work.round`."""
@@ -140,8 +138,8 @@ class LinearWork:
 
     def layers(self, count: int) -> list[LinearWeights]:
         """As :meth:`Work.layers`."""
-        sizes = ((), self.shape.out_features, self.shape.in_features, self.group_size)
-        return [on_device(random_linear(np.random.default_rng(seed), *sizes)) for seed in range(count)]
+        sizes = (self.shape.out_features, self.shape.in_features, self.group_size)
+        return [random_linear(*sizes, seed) for seed in range(count)]
 
     def round(self, tokens: int, layers: int, routing: str, rng: np.random.Generator) -> Round:
         """As :meth:`Work.round`; there is nothing to route."""

@@ -1,35 +1,38 @@
-"""The experts of one layer: read one at a time, packed, and copied into their place in one buffer."""
+"""The experts of one layer: read one at a time, and packed into their place in one buffer."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
 
-from jax_w4a8.buffers import aligned_empty
 from jax_w4a8.checkpoint.errors import CheckpointError
 from jax_w4a8.checkpoint.scheme import Scheme
-from jax_w4a8.checkpoint.stored import StoredArray, StoredLinear
+from jax_w4a8.checkpoint.stored import StoredLinear
 from jax_w4a8.quantization import QuantizedTensor
-from jax_w4a8.weights import ExpertWeights, pack_experts
+from jax_w4a8.threads import Workers
+from jax_w4a8.weights import ExpertParts, ExpertWeights, fill_expert
 
 
 class ExpertStack:
-    """Packed weights of E experts, filled in one expert at a time.
+    """Packed weights of E experts, filled in one expert at a time, each packed straight into its place.
 
-    Only one expert is ever held unpacked. The buffers are allocated with the first one; they start at
-    multiples of 64 bytes, so that JAX takes them over without a copy.
+    The buffers are allocated with the first one; they start at multiples of 64 bytes, so that JAX takes them
+    over without a copy.
     """
 
-    def __init__(self, num_experts: int) -> None:
-        """Raises ValueError unless there is at least one expert."""
+    def __init__(self, num_experts: int, workers: Workers | None = None) -> None:
+        """Raises ValueError unless there is at least one expert. Without ``workers`` each put starts some."""
         if num_experts < 1:
             raise ValueError(f"num_experts must be at least 1, got {num_experts}")
         self._missing = set(range(num_experts))
         self._num_experts = num_experts
+        self._workers = workers
+        self._form: Any = None
         self._stack: ExpertWeights | None = None
 
     def put(
@@ -40,7 +43,7 @@ class ExpertStack:
         w13_bias: np.ndarray[Any, Any] | None = None,
         w2_bias: np.ndarray[Any, Any] | None = None,
     ) -> None:
-        """Packs one expert and copies it into its place.
+        """Packs one expert into its place.
 
         Args:
           expert: its id.
@@ -49,18 +52,37 @@ class ExpertStack:
           w13_bias, w2_bias: floating point ``[2I]`` and ``[H]``, or None.
 
         Raises:
-          ValueError: the id was put before or is out of range, or the expert differs from the others in
-            shape, group size or scale dtype.
+          TypeError, ValueError: as :meth:`put_parts`.
+        """
+        intermediate = w2.shape[-1]
+        gate, up = (
+            jax.tree.map(lambda leaf, rows=rows: leaf[rows], (w13, w13_bias))
+            for rows in (slice(0, intermediate), slice(intermediate, None))
+        )
+        self.put_parts(expert, ExpertParts(gate[0], up[0], w2, gate[1], up[1], w2_bias))
+
+    def put_parts(self, expert: int, parts: ExpertParts) -> None:
+        """As :meth:`put`, of an expert in three parts.
+
+        Raises:
+          TypeError, ValueError: the id was put before or is out of range, parts don't fit together, the
+            expert differs from the others in shape, group size or scale dtype, a code is outside [-8, 7] or a
+            scale isn't finite.
         """
         if expert not in self._missing:
             raise ValueError(f"expert {expert} is out of range or was put before")
-        packed = pack_experts(_with_axis(w13), _with_axis(w2), _with_axis(w13_bias), _with_axis(w2_bias))
+        parts.check_form()
+        form = [(part.shape, part.group_size) for part in parts[:3]]
+        dtypes = [part.scale.dtype for part in parts[:3]]
         if self._stack is None:
-            self._stack = jax.tree.map(self._allocate, packed)
-        expected: object = jax.tree.structure(self._stack)
-        if expected != jax.tree.structure(packed):
+            self._form = form, dtypes
+            self._stack = parts.empty(self._num_experts)
+        if form != self._form[0]:
             raise ValueError(f"expert {expert} differs in sizes or group size from the others")
-        jax.tree.map(lambda stack, part: _copy_into(stack, part, expert), self._stack, packed)
+        for dtype, other in zip(dtypes, self._form[1], strict=True):
+            if dtype != other:
+                raise ValueError(f"expert {expert} has {dtype} scales where the others have {other}")
+        fill_expert(self._stack, expert, parts, self._workers)
         self._missing.remove(expert)
 
     def finish(self) -> ExpertWeights:
@@ -72,22 +94,6 @@ class ExpertStack:
         if self._missing or self._stack is None:
             raise ValueError(f"experts {sorted(self._missing)} were never put")
         return self._stack
-
-    def _allocate(self, part: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        return aligned_empty((self._num_experts, *part.shape[1:]), part.dtype)
-
-
-def _with_axis(value: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf[None], value)
-
-
-def _copy_into(stack: np.ndarray[Any, Any], part: np.ndarray[Any, Any], expert: int) -> None:
-    if part.dtype != stack.dtype or part.shape[1:] != stack.shape[1:]:
-        raise ValueError(
-            f"expert {expert} has {part.dtype} {part.shape[1:]} where the others have {stack.dtype} "
-            f"{stack.shape[1:]}"
-        )
-    stack[expert] = part[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,37 +141,42 @@ class StoredExperts:
         return sum(part.nbytes for part in (*self.gates, *self.ups, *self.downs))
 
     def read(self, progress: Callable[[int], None] = lambda nbytes: None) -> ExpertWeights:
-        """Reads and packs one expert after the other.
+        """Reads one expert after the other, and packs each while the next one is read.
 
         Args:
           progress: called after each expert with the bytes that it takes on disk.
 
         Returns:
-          Packed weights, numpy arrays.
+          Packed weights, numpy arrays. Beside them, memory holds two experts as they are stored.
 
         Raises:
           CheckpointError: as :meth:`StoredLinear.read`.
         """
-        stack = ExpertStack(len(self))
-        for expert, parts in enumerate(zip(self.gates, self.ups, self.downs, strict=True)):
-            gate, up, down = parts
-            stack.put(
-                expert,
-                _concatenate(gate.read_quantized(), up.read_quantized()),
-                down.read_quantized(),
-                _concatenate_biases(gate.bias, up.bias),
-                None if down.bias is None else down.bias.read(),
-            )
-            progress(sum(part.nbytes for part in parts))
+        with Workers() as workers, ThreadPoolExecutor(1, "jax_w4a8_reader") as reader:
+            stack = ExpertStack(len(self), workers)
+            upcoming = reader.submit(self._read_one, 0)
+            for expert in range(len(self)):
+                parts = upcoming.result()
+                if expert + 1 < len(self):
+                    upcoming = reader.submit(self._read_one, expert + 1)
+                try:
+                    stack.put_parts(expert, parts)
+                except ValueError:
+                    self._name_bad_value(expert, parts)
+                    raise
+                del parts
+                progress(sum(part.nbytes for part in self._modules(expert)))
         return stack.finish()
 
+    def _modules(self, expert: int) -> tuple[StoredLinear, StoredLinear, StoredLinear]:
+        return self.gates[expert], self.ups[expert], self.downs[expert]
 
-def _concatenate(gate: QuantizedTensor, up: QuantizedTensor) -> QuantizedTensor:
-    codes = np.concatenate([gate.codes, up.codes])
-    return QuantizedTensor(codes, np.concatenate([gate.scale, up.scale]), gate.group_size)
+    def _read_one(self, expert: int) -> ExpertParts:
+        modules = self._modules(expert)
+        gate, up, down = (module.read_unchecked() for module in modules)
+        return ExpertParts(gate, up, down, *(None if m.bias is None else m.bias.read() for m in modules))
 
-
-def _concatenate_biases(gate: StoredArray | None, up: StoredArray | None) -> np.ndarray[Any, Any] | None:
-    if gate is None or up is None:
-        return None
-    return np.concatenate([gate.read(), up.read()])
+    def _name_bad_value(self, expert: int, parts: ExpertParts) -> None:
+        """Raises CheckpointError for the tensor at fault, if one is."""
+        for module, weights in zip(self._modules(expert), parts[:3], strict=True):
+            module.check_values(weights)

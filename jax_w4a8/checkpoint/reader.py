@@ -17,9 +17,9 @@ import numpy as np
 
 from jax_w4a8.checkpoint.errors import CheckpointError
 from jax_w4a8.checkpoint.scheme import QuantizationConfig, Scheme, parse_quantization_config
-from jax_w4a8.checkpoint.stored import CODES_PER_WORD, StoredArray, StoredLinear
+from jax_w4a8.checkpoint.stored import StoredArray, StoredLinear
 from jax_w4a8.checkpoint.tensors import TensorFiles, TensorHeader, first_names, read_json
-from jax_w4a8.quantization import num_groups
+from jax_w4a8.quantization import CODES_PER_WORD, num_groups
 
 logger = logging.getLogger(__name__)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,8 @@ import numpy as np
 from jax_w4a8.checkpoint.errors import CheckpointError
 from jax_w4a8.checkpoint.scheme import Scheme
 from jax_w4a8.checkpoint.tensors import TensorFiles
-from jax_w4a8.quantization import CODE_MAX, CODE_MIN, QuantizedTensor
-
-CODES_PER_WORD = 8
+from jax_w4a8.quantization import CODE_MAX, CODE_MIN, QuantizedTensor, QuantizedWords
+from jax_w4a8.weights import LinearWeights, pack_linear
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,12 @@ class StoredArray:
     def dtype_name(self) -> str:
         """safetensors' name of the dtype."""
         return self.files.headers[self.name].dtype
+
+    def read_whole(self, progress: Callable[[int], None]) -> np.ndarray[Any, Any]:
+        """As :meth:`read`; then ``progress`` is called with the bytes that it takes on disk."""
+        values = self.read()
+        progress(self.nbytes)
+        return values
 
     def read(self) -> np.ndarray[Any, Any]:
         """The values, in the checkpoint's dtype.
@@ -106,15 +112,67 @@ class StoredLinear:
         Raises:
           CheckpointError: as :meth:`read`, and for a module in floating point.
         """
+        weights = self.read_unchecked()
+        self.check_values(weights)
+        return weights.unpack() if isinstance(weights, QuantizedWords) else weights
+
+    def read_whole(
+        self, progress: Callable[[int], None]
+    ) -> tuple[LinearWeights | np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
+        """Packed weights and None, or the floating point weight and its bias; numpy arrays.
+
+        Args:
+          progress: called at the end with the bytes that all tensors take on disk.
+
+        Raises:
+          CheckpointError: as :meth:`read`.
+        """
+        weight: LinearWeights | np.ndarray[Any, Any]
+        if self.weight is None:
+            weight, bias = self.read_packed(), None
+        else:
+            weight, bias = self.weight.read(), None if self.bias is None else self.bias.read()
+        progress(self.nbytes)
+        return weight, bias
+
+    def read_packed(self) -> LinearWeights:
+        """A quantised module, its bias included, packed for the kernels; numpy arrays.
+
+        Raises:
+          CheckpointError: as :meth:`read_quantized`.
+        """
+        bias = None if self.bias is None else self.bias.read()
+        weights = self.read_unchecked()
+        try:
+            return pack_linear(weights, bias)
+        except ValueError:
+            self.check_values(weights)
+            raise
+
+    def read_unchecked(self) -> QuantizedTensor | QuantizedWords:
+        """A quantised module as it is stored; packing finds values that must not be.
+
+        Raises:
+          CheckpointError: the module is in floating point, or its ``weight_shape`` or group index is wrong.
+        """
         if self.scheme is None:
             raise CheckpointError(f"module {self.name!r} is in floating point, expected INT4 weights")
-        packed = self.scheme.storage == "pack-quantized"
-        codes = self._read_packed() if packed else self._read_bytes()
         self._check_group_index()
         scale = self.files.read(self._tensor("scale"))
-        if not np.isfinite(scale).all():
-            raise self._error("scale", "holds NaN or infinity")
+        if self.scheme.storage == "pack-quantized":
+            return QuantizedWords(self._read_words(), scale, self.in_features, self.scheme.group_size)
+        codes = self.files.read(f"{self.name}.weight")
         return QuantizedTensor(codes, scale, self.scheme.group_size)
+
+    def check_values(self, weights: QuantizedTensor | QuantizedWords) -> None:
+        """Raises CheckpointError, naming the tensor, for a code out of range or a scale that isn't finite."""
+        if isinstance(weights, QuantizedTensor):
+            low, high = int(weights.codes.min()), int(weights.codes.max())
+            if low < CODE_MIN or high > CODE_MAX:
+                worst = low if low < CODE_MIN else high
+                raise self._error("", f"must hold codes of [{CODE_MIN}, {CODE_MAX}], found {worst}")
+        if not np.isfinite(weights.scale).all():
+            raise self._error("scale", "holds NaN or infinity")
 
     def _tensor(self, suffix: str) -> str:
         return f"{self.name}.weight_{suffix}"
@@ -123,20 +181,12 @@ class StoredLinear:
         name = self._tensor(suffix) if suffix else f"{self.name}.weight"
         return CheckpointError(f"{self.files.headers[name].file}: tensor {name!r} {what}")
 
-    def _read_bytes(self) -> np.ndarray[Any, Any]:
-        codes = self.files.read(f"{self.name}.weight")
-        low, high = int(codes.min()), int(codes.max())
-        if low < CODE_MIN or high > CODE_MAX:
-            worst = low if low < CODE_MIN else high
-            raise self._error("", f"must hold codes of [{CODE_MIN}, {CODE_MAX}], found {worst}")
-        return codes
-
-    def _read_packed(self) -> np.ndarray[Any, Any]:
+    def _read_words(self) -> np.ndarray[Any, Any]:
         shape = tuple(int(n) for n in self.files.read(self._tensor("shape")))
         expected = (self.out_features, self.in_features)
         if shape != expected:
             raise self._error("shape", f"must hold {list(expected)}, got {list(shape)}")
-        return unpack_words(self.files.read(self._tensor("packed")), self.in_features)
+        return self.files.read(self._tensor("packed"))
 
     def _check_group_index(self) -> None:
         """Inputs may not be permuted: an index of groups must be absent, trivial, or unset (-1)."""
@@ -149,18 +199,3 @@ class StoredLinear:
             trivial = np.zeros_like(trivial)
         if not (np.array_equal(index, trivial) or (index == -1).all()):
             raise self._error("g_idx", "permutes inputs (actorder 'group'), which isn't supported")
-
-
-def unpack_words(words: np.ndarray[Any, Any], in_features: int) -> np.ndarray[Any, Any]:
-    """int8 codes ``[N, K]`` of int32 words ``[N, ceil(K / 8)]``.
-
-    Each word holds eight codes, each plus 8 in four bits, the lowest index in the lowest bits
-    (compressed-tensors ``pack_to_int32``).
-    """
-    rows = words.shape[0]
-    pairs = words.astype("<i4", copy=False).view(np.uint8)
-    codes = np.empty((rows, pairs.shape[1], 2), np.int8)
-    np.bitwise_and(pairs, 15, out=codes[..., 0].view(np.uint8))
-    np.right_shift(pairs, 4, out=codes[..., 1].view(np.uint8))
-    codes -= 8
-    return codes.reshape(rows, -1)[:, :in_features]

@@ -7,6 +7,7 @@ from jax_w4a8.models.families import FAMILIES, Family
 from jax_w4a8.models.generation import GenerationTimes, GreedyStream
 from jax_w4a8.models.layers import PackedWeight
 from jax_w4a8.models.loading import load_model, read_plan
+from jax_w4a8.models.packed_cache import PackedCache
 
 __all__ = [
     "FAMILIES",
@@ -15,6 +16,7 @@ __all__ = [
     "Family",
     "GenerationTimes",
     "GreedyStream",
+    "PackedCache",
     "PackedWeight",
     "default_model_path",
     "load_model",

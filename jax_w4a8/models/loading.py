@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +26,14 @@ from jax_w4a8.models.families import find_family
 from jax_w4a8.models.fields import Fields
 from jax_w4a8.models.layers import Embedding, Linear, QuantizedOptions, RMSNorm
 from jax_w4a8.models.mlp import DenseMLP, MoE
+from jax_w4a8.models.packed_cache import (
+    CachedModules,
+    CacheEntry,
+    MissingModuleError,
+    ModuleStore,
+    PackedCache,
+    as_packed_cache,
+)
 from jax_w4a8.models.plan import (
     AttentionPlan,
     DecoderPlan,
@@ -35,8 +44,6 @@ from jax_w4a8.models.plan import (
 )
 from jax_w4a8.models.progress import Progress, loading_progress
 from jax_w4a8.models.quantized_head import quantize_linear
-from jax_w4a8.quantization import QuantizedTensor
-from jax_w4a8.weights import pack_linear
 
 logger = logging.getLogger(__name__)
 
@@ -66,11 +73,13 @@ def load_model(
     activation_scheme: str = "asymmetric",
     backend: str = "auto",
     progress: bool | Callable[[int, int], None] | None = None,
+    packed_cache: bool | str | os.PathLike[str] | PackedCache | None = None,
     quantize_head: bool = False,
 ) -> Decoder:
     """Loads a compressed-tensors W4A8 checkpoint.
 
-    Experts are read and packed one at a time, into buffers that JAX takes over without a copy on CPU.
+    Experts are read and packed one at a time, into buffers that JAX takes over without a copy on CPU. Beside
+    the packed weights, memory holds two experts as they are stored.
 
     Args:
       path: a directory with ``config.json`` and ``.safetensors`` files, as Hugging Face tools write it.
@@ -78,6 +87,8 @@ def load_model(
       backend: ``auto``, ``cpu_int4`` (native) or ``xla`` (pure JAX).
       progress: True for a progress bar on standard error (if ``rich`` is installed), False for none, None for
         one on terminals; or a function of bytes read and bytes in all.
+      packed_cache: a directory, or True for one in the user's cache directory: the packed weights are kept
+        there, and the next load of the unchanged checkpoint maps them into memory. See :class:`PackedCache`.
       quantize_head: quantise an output head in floating point to INT4 as it is loaded (groups of 32), and run
         it with INT8 activations. A token then reads a quarter of its bytes. With tied embeddings the head
         is a quantised copy.
@@ -88,13 +99,16 @@ def load_model(
     Raises:
       CheckpointError: as :func:`read_plan`; also a code out of range, NaN or infinity.
       ValueError: an unknown activation scheme or backend, or the backend asked for can't run here.
+      TypeError: ``packed_cache`` is none of those named.
     """
     check_activation_scheme(activation_scheme)
+    cache = as_packed_cache(packed_cache)
     config, plan = read_plan(path)
     check_backend(config, plan, activation_scheme, backend)
+    entry = None if cache is None else CacheEntry(cache, plan)
     with loading_progress(progress, plan.nbytes) as advance:
         options = QuantizedOptions(activation_scheme, backend)
-        return build_decoder(config, plan, options, advance, quantize_head)
+        return _build(config, plan, options, advance, entry, quantize_head)
 
 
 def build_decoder(
@@ -112,7 +126,28 @@ def build_decoder(
       progress: called with the bytes of each module as it was read.
       quantize_head: as in :func:`load_model`.
     """
-    return _Builder(config, options, progress).decoder(plan, quantize_head)
+    return _build(config, plan, options, progress, None, quantize_head)
+
+
+def _build(
+    config: DecoderConfig,
+    plan: DecoderPlan,
+    options: QuantizedOptions,
+    advance: Progress,
+    entry: CacheEntry | None,
+    quantize_head: bool,
+) -> Decoder:
+    cached = None if entry is None else entry.read()
+    if entry is not None and cached is not None:
+        try:
+            return _Builder(config, options, CachedModules(advance, cached)).decoder(plan, quantize_head)
+        except MissingModuleError as error:
+            entry.refuse(str(error))
+    modules = ModuleStore(advance, remember=entry is not None)
+    decoder = _Builder(config, options, modules).decoder(plan, quantize_head)
+    if entry is not None:
+        entry.write(modules.made)
+    return decoder
 
 
 def _eos_token_ids(checkpoint: Checkpoint, config: DecoderConfig) -> tuple[int, ...]:
@@ -126,10 +161,10 @@ def _eos_token_ids(checkpoint: Checkpoint, config: DecoderConfig) -> tuple[int, 
 class _Builder:
     """Reads stored modules and makes them modules of a model."""
 
-    def __init__(self, config: DecoderConfig, options: QuantizedOptions, advance: Progress) -> None:
+    def __init__(self, config: DecoderConfig, options: QuantizedOptions, modules: ModuleStore) -> None:
         self._config = config
         self._options = options
-        self._advance = advance
+        self._modules = modules
 
     def decoder(self, plan: DecoderPlan, quantize_head: bool) -> Decoder:
         embedding = Embedding(self._read(plan.embedding))
@@ -177,22 +212,16 @@ class _Builder:
 
     def _mixture(self, plan: MoEPlan) -> MoE:
         router = self._linear(plan.router)
-        experts = to_device(plan.experts.read(self._advance))
+        experts = to_device(self._modules.get(plan.experts, plan.experts.read))
         return MoE(self._config.activation, plan.config.routing, router, experts, self._options)
 
     def _norm(self, stored: StoredArray) -> RMSNorm:
         return RMSNorm(self._read(stored), self._config.norm_epsilon)
 
     def _linear(self, stored: StoredLinear) -> Linear:
-        bias = None if stored.bias is None else stored.bias.read()
-        value = stored.read()
-        self._advance(stored.nbytes)
-        if isinstance(value, QuantizedTensor):
-            return Linear(to_device(pack_linear(value, bias)), None, self._options)
-        return Linear(to_device(value), to_device(bias), self._options)
+        weight, bias = to_device(self._modules.get(stored, stored.read_whole))
+        return Linear(weight, bias, self._options)
 
     def _read(self, stored: StoredArray) -> jax.Array:
-        values = stored.read()
-        self._advance(stored.nbytes)
-        array: jax.Array = to_device(values)
+        array: jax.Array = to_device(self._modules.get(stored, stored.read_whole))
         return array
