@@ -12,6 +12,7 @@
 #include "kernels/kernels.h"
 #include "pack_binding.h"
 #include "parallel.h"
+#include "probes.h"
 #include "scratch.h"
 
 namespace nb = nanobind;
@@ -53,6 +54,23 @@ int32_t ReadProbe(nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::devi
   return sink;
 }
 
+// (matrix, first row, rows, first block, end of blocks) of every item of work.
+std::vector<std::vector<int64_t>> PlanProbe(int64_t blocks, int64_t groups, int64_t group_width,
+                                            const std::vector<int64_t>& counts, int threads) {
+  std::vector<std::vector<int64_t>> items;
+  for (const auto& item : jax_w4a8::PlanProbe(blocks, groups, group_width, counts, threads)) {
+    items.push_back(
+        {item.run.index, item.run.begin, item.run.count, item.block_begin, item.block_end});
+  }
+  return items;
+}
+
+int MoeProbe(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t intermediate,
+             int64_t group_width, int threads) {
+  return jax_w4a8::RunMoeProbe(
+      {tokens, top_k, experts, hidden, intermediate, group_width, threads});
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -67,5 +85,12 @@ NB_MODULE(_native, m) {
   m.def("release_scratch", &jax_w4a8::ReleaseScratch);
   m.def("peak_probe", &PeakProbe, nb::call_guard<nb::gil_scoped_release>());
   m.def("read_probe", &ReadProbe);
+  m.def("plan_probe", &PlanProbe);
+  m.def("moe_probe", &MoeProbe);
+#if defined(__VERSION__)
+  m.attr("compiler") = __VERSION__;
+#else
+  m.attr("compiler") = "unknown";
+#endif
   jax_w4a8::BindPacking(m);
 }

@@ -33,11 +33,14 @@ class Team {
 
   // The caller is worker 0; items see workers of [0, threads()).
   int threads() const { return threads_; }
+  // How often all were waited for: calls of ForEach with more than one item.
+  int phases() const { return phases_; }
 
   // Calls body(item, worker) once for every item of [0, items), and returns when all are done. The
   // body must not throw.
   template <class Body>
   void ForEach(int64_t items, const Body& body) {
+    if (items > 1) ++phases_;
     if (items <= 1 || threads_ == 1) {
       for (int64_t item = 0; item < items; ++item) body(item, 0);
       return;
@@ -60,6 +63,7 @@ class Team {
 
   Schedule schedule_;
   int threads_;
+  int phases_ = 0;
   std::shared_ptr<Shared> shared_;
 };
 

@@ -11,9 +11,26 @@ import numpy as np
 
 from jax_w4a8.bench.shapes import LayerShape
 from jax_w4a8.buffers import to_device
+from jax_w4a8.packing import BLOCK_CHANNELS
 from jax_w4a8.quantization import CHANNELWISE, CODES_PER_WORD, QuantizedWords, num_groups
 from jax_w4a8.threads import Workers
-from jax_w4a8.weights import ExpertParts, ExpertWeights, LinearWeights, fill_expert, pack_linear
+from jax_w4a8.weights import (
+    ExpertParts,
+    ExpertWeights,
+    LinearWeights,
+    fill_expert,
+    num_blocks,
+    pack_linear,
+)
+
+
+def packed_bytes(out_features: int, in_features: int, group_size: int) -> int:
+    """Bytes of one packed matrix: codes, scales, sums and bias."""
+    width = LinearWeights(None, None, None, None, out_features, in_features, group_size).group_width
+    groups = num_groups(group_size, in_features)
+    scale_bytes = 4 if group_size == CHANNELWISE else 2
+    per_channel = groups * (width // 2 + scale_bytes) + 8
+    return num_blocks(out_features) * BLOCK_CHANNELS * per_channel
 
 
 def random_words(

@@ -44,9 +44,15 @@ class DecoderLayer(nnx.Module):
 
     def __call__(self, x: jax.Array, cache: LayerCache, span: Span) -> tuple[jax.Array, LayerCache]:
         """As :meth:`Attention.__call__`."""
-        mixed, cache = self.attention(self.attention_norm(x), cache, span)
+        with jax.named_scope("attention_norm"):
+            normed = self.attention_norm(x)
+        with jax.named_scope("attention"):
+            mixed, cache = self.attention(normed, cache, span)
         x = x + mixed
-        return x + self.mlp(self.mlp_norm(x), span), cache
+        with jax.named_scope("mlp_norm"):
+            normed = self.mlp_norm(x)
+        with jax.named_scope("mlp"):
+            return x + self.mlp(normed, span), cache
 
 
 class Decoder(nnx.Module):
@@ -173,16 +179,20 @@ class Decoder(nnx.Module):
         """
         batch, tokens = token_ids.shape
         span = Span(cache.lengths, jnp.full(batch, tokens, jnp.int32) if lengths is None else lengths, tokens)
-        x = self.embedding(token_ids)
+        with jax.named_scope("embedding"):
+            x = self.embedding(token_ids)
         layers = []
         for layer, kept in zip(self.layers, cache.layers, strict=True):
             x, kept = layer(x, kept, span)
             layers.append(kept)
-        return self.final_norm(x), KVCache(tuple(layers), span.ends)
+        with jax.named_scope("final_norm"):
+            x = self.final_norm(x)
+        return x, KVCache(tuple(layers), span.ends)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 ``[..., H]`` to logits ``[..., V]``."""
-        return self.embedding.attend(hidden) if self.head is None else self.head(hidden)
+        with jax.named_scope("head"):
+            return self.embedding.attend(hidden) if self.head is None else self.head(hidden)
 
     def empty_cache(self, batch: int, positions: int) -> KVCache:
         """A cache for ``batch`` rows of up to ``positions`` tokens, padding included."""

@@ -78,7 +78,8 @@ class MoE(nnx.Module):
     def __call__(self, x: jax.Array, span: Span) -> jax.Array:
         """float32 ``[B, T, H]`` to the same; router logits are float32. Padding gets zeros, at no cost."""
         bias = None if self.correction_bias is None else self.correction_bias.get_value()
-        weights, ids = route(self.router(x), self.routing, bias)
+        with jax.named_scope("router"):
+            weights, ids = route(self.router(x), self.routing, bias)
         ids = jnp.where(span.real[..., None], ids, -1)
         routed = self._experts(x, weights, ids)
         return routed if self.shared is None else routed + self.shared(x, span)

@@ -1,0 +1,99 @@
+"""The recorded runs, in groups that take less than eight minutes each on two cores."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One command.
+
+    Attributes:
+      group: what is recorded by one call of ``record.py``.
+      arguments: of ``python -m jax_w4a8 bench``.
+      question: what it answers, a heading of the page.
+      plot: whether a roofline is drawn.
+    """
+
+    group: str
+    arguments: str
+    question: str
+    plot: bool = False
+
+
+_QWEN = "--shape qwen3-30b-a3b"
+_SHAPES = ("olmoe", "gpt-oss-20b", "deepseek-v2-lite", "mixtral-8x7b")
+
+RUNS: dict[str, Run] = {
+    "qwen3-g128": Run(
+        "layer",
+        f"{_QWEN} --group-size 128 --routing uniform one zipf",
+        "One MoE layer, groups of 128, three routings",
+        plot=True,
+    ),
+    "qwen3-g32": Run("layer", f"{_QWEN} --group-size 32", "The same, groups of 32"),
+    "qwen3-channel": Run("layer", f"{_QWEN} --group-size -1", "The same, channel-wise"),
+    "qwen3-threads": Run("threads", f"{_QWEN} --tokens 1 16 1024 --threads 1 2", "From one thread to two"),
+    "qwen3-avx2": Run(
+        "threads", f"{_QWEN} --tokens 1 1024 --instruction-set avx2", "AVX2 alone, without VNNI"
+    ),
+    **{
+        f"{shape}-{'g32' if shape == 'gpt-oss-20b' else 'g128'}": Run(
+            "shapes" if shape != "mixtral-8x7b" else "mixtral",
+            f"--shape {shape} --group-size {32 if shape == 'gpt-oss-20b' else 128} "
+            f"--tokens 1 4 16 64 1024 --layers {3 if shape == 'mixtral-8x7b' else 6} --repetitions 5",
+            f"Another shape: {shape}",
+        )
+        for shape in _SHAPES
+    },
+    "peer-llamacpp": Run(
+        "peer-llamacpp",
+        f"{_QWEN} --group-size 32 --peer llama.cpp --layers 6 --repetitions 5",
+        "Against llama.cpp",
+        plot=True,
+    ),
+    "peer-zentorch": Run(
+        "peer-zentorch",
+        f"{_QWEN} --group-size 128 --peer zentorch --repetitions 5",
+        "Against zentorch",
+        plot=True,
+    ),
+    "peer-onnxruntime-g128": Run(
+        "peer-onnxruntime",
+        f"{_QWEN} --group-size 128 --peer onnxruntime --layers 6 --repetitions 5",
+        "Against ONNX Runtime's QMoE",
+    ),
+    "peer-onnxruntime-g32": Run(
+        "peer-onnxruntime",
+        f"{_QWEN} --group-size 32 --peer onnxruntime --layers 6 --repetitions 5",
+        "Against ONNX Runtime's QMoE, groups of 32",
+    ),
+    "linear": Run(
+        "linear",
+        "--linear 1536x2048 --group-size 32 128 --peer openvino onnxruntime --repetitions 5",
+        "A dense linear map, against OpenVINO and ONNX Runtime",
+    ),
+    "pure-jax": Run(
+        "pure-jax",
+        f"{_QWEN} --group-size 128 --baseline scan --layers 4 --repetitions 3",
+        "Against the best pure-JAX path found",
+        plot=True,
+    ),
+    "ragged-dot": Run(
+        "ragged-dot",
+        f"{_QWEN} --group-size 128 --tokens 1 16 --baseline ragged_dot xla --layers 2 --repetitions 1",
+        "Against jax.lax.ragged_dot",
+    ),
+    "model": Run(
+        "model",
+        "--model qwen3-30b-a3b --head w4a8 --repetitions 2",
+        "A whole model: all 48 layers of Qwen3-30B-A3B",
+    ),
+    "model-llamacpp": Run(
+        "model-llamacpp",
+        "--model qwen3-30b-a3b --head w4a8 --layers 12 --repetitions 3 --peer llama.cpp",
+        "A whole model against llama.cpp, 12 of 48 layers",
+    ),
+}
+GROUPS = tuple(dict.fromkeys(run.group for run in RUNS.values()))
