@@ -13,6 +13,7 @@ ORDER = (
     ("quantization",),
     ("buffers",),
     ("weights",),
+    ("trainable",),
     ("routing",),
     ("ffi",),
     ("experts.base",),
