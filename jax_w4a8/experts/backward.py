@@ -181,7 +181,8 @@ def experts_gradients(
 
         def add_tile(number: Any, gradients: Gradients) -> Gradients:
             expert = tiles.expert[number]
-            one = jax.tree.map(lambda leaf: leaf[expert], experts)
+            # The barrier keeps XLA from widening the scales of all experts, to take one expert's of those.
+            one = lax.optimization_barrier(jax.tree.map(lambda leaf: leaf[expert], experts))
             tile = _gather(tiles.slots[number], cotangent, x, weights, k, options)
             added = _tile_gradients(tile, one, options, wanted)
             rows = {"x": tile.tokens, "weights": tile.slots}
