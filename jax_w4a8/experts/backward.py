@@ -68,6 +68,13 @@ def _join_sides(gate: jax.Array, up: jax.Array, columns: int) -> jax.Array:
     return jnp.stack(sides, axis=2).reshape(gate.shape[0], columns)
 
 
+def _take(array: jax.Array, index: jax.Array) -> jax.Array:
+    """``array[index]``. XLA slices bfloat16 as float32 on CPU, and would widen all of it before the loop."""
+    if array.dtype != jnp.bfloat16:
+        return array[index]
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(array, jnp.uint16)[index], jnp.bfloat16)
+
+
 class _Tile(NamedTuple):
     """Slots of one expert, gathered; rows beyond them are zero.
 
@@ -181,8 +188,7 @@ def experts_gradients(
 
         def add_tile(number: Any, gradients: Gradients) -> Gradients:
             expert = tiles.expert[number]
-            # The barrier keeps XLA from widening the scales of all experts, to take one expert's of those.
-            one = lax.optimization_barrier(jax.tree.map(lambda leaf: leaf[expert], experts))
+            one = jax.tree.map(functools.partial(_take, index=expert), experts)
             tile = _gather(tiles.slots[number], cotangent, x, weights, k, options)
             added = _tile_gradients(tile, one, options, wanted)
             rows = {"x": tile.tokens, "weights": tile.slots}
