@@ -23,6 +23,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jax_w4a8 import ffi
 from jax_w4a8.experts.backward import (
     Gradients,
     combine_gradients,
@@ -305,6 +306,7 @@ def _bind(operation: Operation, *operands: jax.Array) -> jax.Array:
 
     A cast's transpose is the sum that gives an operand shared by all shards its whole gradient.
     """
+    ffi.check_process()
     axes = [jax.typeof(x).manual_axis_type.varying for x in operands]
     together = frozenset().union(*axes)
     if together:

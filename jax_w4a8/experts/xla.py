@@ -135,6 +135,8 @@ class Tiles(NamedTuple):
 
 def tile_height(slots: int, num_experts: int, largest: int) -> int:
     """Rows of a tile for that many slots: about as many as an expert gets."""
+    if not isinstance(slots, int):  # a symbolic size, in an export
+        return largest
     return min(largest, 1 << max(0, slots // num_experts).bit_length())
 
 
@@ -147,7 +149,8 @@ def tile_slots(ids: jax.Array, num_experts: int, height: int) -> Tiles:
     first_slot = jnp.cumsum(count) - count
     tiles = -(-count // height)
     last_tile = jnp.cumsum(tiles)
-    number = jnp.arange(total // height + min(num_experts, total))
+    partly_filled = min(num_experts, total) if isinstance(total, int) else num_experts
+    number = jnp.arange(total // height + partly_filled)
     expert = jnp.minimum(jnp.searchsorted(last_tile, number, side="right"), num_experts - 1)
     row = (number - (last_tile - tiles)[expert])[:, None] * height + jnp.arange(height)
     within = (row < count[expert][:, None]) & (number < last_tile[-1])[:, None]
