@@ -167,6 +167,26 @@ def thread_limit(limit: int) -> Iterator[None]:
         _native.set_thread_limit(before)
 
 
+_first_use: int | None = None  # process id
+
+
+def check_process() -> None:
+    """Raises RuntimeError in a process that was forked from one that had used this package.
+
+    JAX's threads don't survive a fork: what is compiled already may run, and compiling more never ends.
+    """
+    global _first_use
+    process = os.getpid()
+    if _first_use is None:
+        _first_use = process
+    elif _first_use != process:
+        raise RuntimeError(
+            f"process {process} was forked from process {_first_use} after that had used jax_w4a8, and JAX's "
+            "threads don't survive a fork: start processes by multiprocessing's 'spawn' or 'forkserver', or "
+            "fork before the first use of JAX"
+        )
+
+
 def release_scratch() -> int:
     """Frees the working memory that calls keep for the next ones; returns its size in bytes.
 

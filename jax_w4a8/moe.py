@@ -12,10 +12,10 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_w4a8.experts.base import (
     INPUT_DTYPES,
     Activation,
-    Backend,
     ExpertOptions,
     check_tokens,
 )
+from jax_w4a8.experts.gradients import call_apply_experts, call_combine, call_fused_experts
 from jax_w4a8.oracle import resolve_backend
 from jax_w4a8.routing import Routing, route
 from jax_w4a8.weights import ExpertWeights
@@ -92,7 +92,8 @@ def fused_experts(
       backend: ``auto``, ``cpu_int4`` (native) or ``xla`` (pure JAX).
 
     Returns:
-      ``[..., H]`` in the dtype of ``x``.
+      ``[..., H]`` in the dtype of ``x``. Reverse mode differentiates it with respect to x, weights, and the
+      biases and scales of ``experts``, by the straight-through rule of docs/transforms.md.
 
     Raises:
       TypeError, ValueError: an argument has the wrong type, dtype, shape or value, or the backend asked for
@@ -106,9 +107,9 @@ def fused_experts(
     weights = _check_router_weights(weights, ids.shape)
     k = ids.shape[-1]
     options = _options(activation, activation_scheme, apply_router_weight_on_input, k)
-    chosen: type[Backend] = resolve_backend(backend)
     tokens = math.prod(x.shape[:-1])
-    y = chosen.fused_experts(
+    y = call_fused_experts(
+        resolve_backend(backend),
         x.reshape(tokens, x.shape[-1]),
         weights.reshape(tokens, k),
         ids.reshape(tokens, k),
@@ -156,8 +157,13 @@ def apply_experts(
     tokens = math.prod(x.shape[:-1])
     if weights is not None:
         weights = _check_router_weights(weights, ids.shape).reshape(tokens, k)
-    slots = resolve_backend(backend).apply_experts(
-        x.reshape(tokens, x.shape[-1]), weights, ids.reshape(tokens, k), experts, options
+    slots = call_apply_experts(
+        resolve_backend(backend),
+        x.reshape(tokens, x.shape[-1]),
+        weights,
+        ids.reshape(tokens, k),
+        experts,
+        options,
     )
     return slots.reshape(*ids.shape, x.shape[-1])
 
@@ -192,8 +198,11 @@ def combine(
     weights = _check_router_weights(weights, array.shape[:-1])
     *lead, k, hidden = array.shape
     tokens = math.prod(lead)
-    y = resolve_backend(backend).combine(
-        array.reshape(tokens, k, hidden), weights.reshape(tokens, k), result_dtype
+    y = call_combine(
+        resolve_backend(backend),
+        array.reshape(tokens, k, hidden),
+        weights.reshape(tokens, k),
+        result_dtype,
     )
     return y.reshape(*lead, hidden)
 

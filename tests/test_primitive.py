@@ -148,7 +148,7 @@ def test_vmap_of_the_other_operations(backend, operation):
 
 
 @needs_native
-def test_scan_while_cond_with_callbacks_between():
+def test_scan_while_cond_with_callbacks_between():  # D2
     experts = _experts()
     x, weights, ids = _inputs(4)
     seen = []
@@ -174,7 +174,7 @@ def test_scan_while_cond_with_callbacks_between():
 
 
 @needs_native
-def test_donated_tokens():
+def test_donated_tokens():  # D15
     x, weights, ids = _inputs(4)
     expected = np.asarray(w4a8.fused_experts(x, weights, ids, _experts()))
     donating = jax.jit(w4a8.fused_experts, donate_argnums=0)
@@ -185,7 +185,7 @@ def test_donated_tokens():
 
 
 @needs_native
-def test_transposed_producers_and_strided_numpy():
+def test_transposed_producers_and_strided_numpy():  # D6, D7
     x, weights, ids = _inputs(8)
     expected = w4a8.fused_experts(x, weights, ids, _experts())
     inside = jax.jit(lambda xt, *rest: w4a8.fused_experts(jnp.transpose(xt), *rest))
@@ -200,7 +200,7 @@ def test_transposed_producers_and_strided_numpy():
 
 
 @needs_native
-def test_weights_as_arguments_keep_the_program_small():
+def test_weights_as_arguments_keep_the_program_small():  # D13
     blocks, groups = 128, 16
     shape = (64, blocks, groups, 512)  # 64 MiB of codes
     weights = w4a8.LinearWeights(
@@ -224,7 +224,7 @@ def test_weights_as_arguments_keep_the_program_small():
 
 
 @needs_native
-def test_first_calls_from_eight_threads_at_once():
+def test_first_calls_from_eight_threads_at_once():  # D22
     out = _run_python(
         SETUP
         + """

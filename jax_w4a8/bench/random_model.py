@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -117,17 +118,24 @@ class RandomExperts(StoredExperts):
         return experts
 
 
+class _EveryModule:
+    """Names of modules; any is among them."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
 class RandomCheckpoint:
     """Answers a model's requests for its modules as :class:`jax_w4a8.checkpoint.Checkpoint` does.
 
     Attributes:
       directory, where: named in errors.
-      files: none.
+      files: none, but they claim to have every module.
     """
 
     def __init__(self, name: str, group_size: int, quantized_head: bool) -> None:
         self.directory = self.where = f"random {name}"
-        self.files = _NO_FILES
+        self.files = SimpleNamespace(modules=_EveryModule())
         self._scheme = Scheme("pack-quantized", group_size)
         self._quantized_head = quantized_head
         self._seed = 0
