@@ -75,7 +75,7 @@ def _matmul(rows: QuantizedRows, weights: LinearWeights) -> jax.Array:
     def add_group(total: jax.Array, group: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         return total + group[0].astype(jnp.float32) * group[1], None
 
-    total = jnp.zeros(sums.shape[1:], jnp.float32)
+    total = jnp.zeros_like(sums[0], jnp.float32)  # under shard_map it varies as the sums do
     total, _ = lax.scan(add_group, total, (sums, scale))
     total = total - rows.zero[:, None] * weights.scaled_sum.reshape(-1)
     return total * rows.scale[:, None] + weights.bias.reshape(-1)

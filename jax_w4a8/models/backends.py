@@ -17,6 +17,7 @@ from jax_w4a8.oracle import (
     select_w4a8_int8_moe_backend,
 )
 from jax_w4a8.quantization import GroupShape, QuantKey, weight_key
+from jax_w4a8.sharding import ExpertSharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,13 @@ class LayerQuestion:
         return select_w4a8_int8_moe_backend(self.config, self.weight_key, self.activation_key)[0]
 
 
-def ask_about(config: DecoderConfig, plan: MoEPlan, activation_scheme: str, backend: str) -> LayerQuestion:
+def ask_about(
+    config: DecoderConfig,
+    plan: MoEPlan,
+    activation_scheme: str,
+    backend: str,
+    sharding: ExpertSharding | None = None,
+) -> LayerQuestion:
     """The question about one layer of a stored model."""
     first = plan.experts.gates[0]
     layer = MoEConfig(
@@ -52,6 +59,8 @@ def ask_about(config: DecoderConfig, plan: MoEPlan, activation_scheme: str, back
         activation=config.activation,
         activation_scheme=activation_scheme,
         routing=plan.config.routing,
+        ep_size=1 if sharding is None else sharding.ep_size,
+        tp_size=1 if sharding is None else sharding.tp_size,
         moe_backend=backend,
     )
     scheme = plan.experts.scheme
@@ -72,9 +81,15 @@ def _tokens_key(scheme: Scheme) -> QuantKey:
     )
 
 
-def check_backend(config: DecoderConfig, plan: DecoderPlan, activation_scheme: str, backend: str) -> None:
+def check_backend(
+    config: DecoderConfig,
+    plan: DecoderPlan,
+    activation_scheme: str,
+    backend: str,
+    sharding: ExpertSharding | None = None,
+) -> None:
     """Raises ValueError or NotImplementedError, with the reason, if a layer can't run here as asked."""
     resolve_backend(backend)
     for layer in plan.layers:
         if isinstance(layer.mlp, MoEPlan):
-            ask_about(config, layer.mlp, activation_scheme, backend).choose()
+            ask_about(config, layer.mlp, activation_scheme, backend, sharding).choose()

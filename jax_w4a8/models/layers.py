@@ -11,6 +11,7 @@ from flax import nnx
 from jax import lax
 
 from jax_w4a8.linear import linear
+from jax_w4a8.sharding import ExpertSharding, LinearSharding
 from jax_w4a8.weights import ExpertWeights, LinearWeights
 
 _HIGHEST = lax.Precision.HIGHEST
@@ -29,10 +30,19 @@ class QuantizedOptions:
     Attributes:
       activation_scheme: ``asymmetric`` or ``symmetric``.
       backend: ``auto``, ``cpu_int4`` or ``xla``.
+      sharding: how experts and tokens are spread over a mesh; None for one device.
     """
 
     activation_scheme: str = "asymmetric"
     backend: str = "auto"
+    sharding: ExpertSharding | None = None
+
+    @property
+    def linear_sharding(self) -> LinearSharding | None:
+        """Linear maps keep whole weights on every device, for its own tokens."""
+        if self.sharding is None or not self.sharding.tokens:
+            return None
+        return LinearSharding(self.sharding.mesh, tokens=self.sharding.tokens)
 
 
 def matmul_float(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -98,6 +108,7 @@ class Linear(nnx.Module):
                 weight,
                 activation_scheme=self.options.activation_scheme,
                 backend=self.options.backend,
+                sharding=self.options.linear_sharding,
             )
         y = matmul_float(x, weight)
         return y if self.bias is None else y + self.bias.get_value().astype(jnp.float32)

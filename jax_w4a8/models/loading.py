@@ -6,12 +6,14 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jax_w4a8.checkpoint import (
     Checkpoint,
     StoredArray,
+    StoredExperts,
     StoredLinear,
     to_device,
 )
@@ -35,7 +37,8 @@ from jax_w4a8.models.plan import (
 )
 from jax_w4a8.models.progress import Progress, loading_progress
 from jax_w4a8.quantization import QuantizedTensor
-from jax_w4a8.weights import pack_linear
+from jax_w4a8.sharding import ExpertSharding, place_experts, replicate
+from jax_w4a8.weights import ExpertWeights, pack_linear
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ def load_model(
     activation_scheme: str = "asymmetric",
     backend: str = "auto",
     progress: bool | Callable[[int, int], None] | None = None,
+    sharding: ExpertSharding | None = None,
 ) -> Decoder:
     """Loads a compressed-tensors W4A8 checkpoint.
 
@@ -76,19 +80,23 @@ def load_model(
       backend: ``auto``, ``cpu_int4`` (native) or ``xla`` (pure JAX).
       progress: True for a progress bar on standard error (if ``rich`` is installed), False for none, None for
         one on terminals; or a function of bytes read and bytes in all.
+      sharding: spreads the experts, and batches if it says so, over a mesh, which may span processes
+        (:class:`jax_w4a8.sharding.ExpertSharding`). A process reads the experts of its own devices alone;
+        everything else is on every device.
 
     Returns:
       A model; ``model(token_ids)`` gives logits, ``model.generate(token_ids)`` a continuation.
 
     Raises:
       CheckpointError: as :func:`read_plan`; also a code out of range, NaN or infinity.
-      ValueError: an unknown activation scheme or backend, or the backend asked for can't run here.
+      ValueError: an unknown activation scheme or backend, the backend asked for can't run here, or the
+        experts can't be spread as asked.
     """
     check_activation_scheme(activation_scheme)
     config, plan = read_plan(path)
-    check_backend(config, plan, activation_scheme, backend)
+    check_backend(config, plan, activation_scheme, backend, sharding)
     with loading_progress(progress, plan.nbytes) as advance:
-        builder = _Builder(config, QuantizedOptions(activation_scheme, backend), advance)
+        builder = _Builder(config, QuantizedOptions(activation_scheme, backend, sharding), advance)
         return builder.decoder(plan)
 
 
@@ -151,8 +159,23 @@ class _Builder:
 
     def _mixture(self, plan: MoEPlan) -> MoE:
         router = self._linear(plan.router)
-        experts = to_device(plan.experts.read(self._advance))
+        experts = self._experts(plan.experts)
         return MoE(self._config.activation, plan.config.routing, router, experts, self._options)
+
+    def _experts(self, stored: StoredExperts) -> ExpertWeights:
+        sharding = self._options.sharding
+        if sharding is None:
+            experts: ExpertWeights = to_device(stored.read(self._advance))
+            return experts
+
+        def read(start: int, stop: int) -> ExpertWeights:
+            return stored.run(start, stop).read(self._advance)
+
+        return place_experts(read, len(stored), sharding)
+
+    def _put(self, tree: Any) -> Any:
+        sharding = self._options.sharding
+        return to_device(tree) if sharding is None else replicate(tree, sharding)
 
     def _norm(self, stored: StoredArray) -> RMSNorm:
         return RMSNorm(self._read(stored), self._config.norm_epsilon)
@@ -162,11 +185,11 @@ class _Builder:
         value = stored.read()
         self._advance(stored.nbytes)
         if isinstance(value, QuantizedTensor):
-            return Linear(to_device(pack_linear(value, bias)), None, self._options)
-        return Linear(to_device(value), to_device(bias), self._options)
+            return Linear(self._put(pack_linear(value, bias)), None, self._options)
+        return Linear(self._put(value), self._put(bias), self._options)
 
     def _read(self, stored: StoredArray) -> jax.Array:
         values = stored.read()
         self._advance(stored.nbytes)
-        array: jax.Array = to_device(values)
+        array: jax.Array = self._put(values)
         return array
