@@ -40,8 +40,9 @@ __all__ = [
     "partition_specs",
     "place",
     "place_experts",
-    "replicate",
+    "place_tokens",
     "prepare",
+    "replicate",
 ]
 
 #: A mesh axis, or several that together split one dimension, the first one slowest.
@@ -392,24 +393,29 @@ def place(weights: Weights, sharding: Sharding) -> Weights:
     Raises:
       As :func:`partition_specs`.
     """
-    shardings = named_shardings(weights, sharding)
+    return jax.tree.map(_put, prepare(weights, sharding), named_shardings(weights, sharding))
 
-    def put(leaf: Any, target: NamedSharding) -> jax.Array:
-        host = np.asarray(leaf)
-        return jax.make_array_from_callback(host.shape, target, lambda index: host[index])
 
-    return jax.tree.map(put, prepare(weights, sharding), shardings)
+def _put(array: Any, target: NamedSharding) -> jax.Array:
+    host = np.asarray(array)
+    return jax.make_array_from_callback(host.shape, target, lambda index: host[index])
 
 
 def replicate(tree: Any, sharding: Sharding) -> Any:
     """Puts whole copies of host arrays on every device of the mesh, across processes too."""
     target = NamedSharding(sharding.mesh, WHOLE)
+    return jax.tree.map(lambda array: _put(array, target), tree)
 
-    def put(leaf: Any) -> jax.Array:
-        host = np.asarray(leaf)
-        return jax.make_array_from_callback(host.shape, target, lambda index: host[index])
 
-    return jax.tree.map(put, tree)
+def place_tokens(array: Any, sharding: Sharding) -> jax.Array:
+    """Puts an array whose axes are the leading axes of x, such as token ids, where x will be.
+
+    An array that spans processes already stays as it is.
+    """
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return array
+    spec = sharding.token_spec(array.ndim + 1)
+    return _put(array, NamedSharding(sharding.mesh, PartitionSpec(*spec[:-1])))
 
 
 def place_experts(

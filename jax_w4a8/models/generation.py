@@ -114,13 +114,16 @@ class _Run:
             )
         self.capacity = -(-(length + max_new_tokens) // CACHE_MULTIPLE) * CACHE_MULTIPLE
         self.skeleton, self.leaves = _take_apart(model)
+        self.on_mesh = model.options.sharding is not None
 
     def compile(self, steps: bool) -> None:
         """Compiles what isn't compiled yet; the calls below find it."""
         prefill = _prefill.lower(self.skeleton, self.leaves, self.token_ids, self.capacity)
-        prefill.compile()
+        compiled = prefill.compile()
         if steps:
             token, cache = prefill.out_info
+            if self.on_mesh:
+                token, cache = jax.tree.map(_with_sharding, (token, cache), compiled.output_shardings)
             _step.lower(self.skeleton, self.leaves, token, cache).compile()
 
     def prefill(self) -> Made:
@@ -132,6 +135,10 @@ class _Run:
         """The token after ``token``; the cache given is used up."""
         made: Made = _step(self.skeleton, self.leaves, token, cache)
         return made
+
+
+def _with_sharding(info: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding)
 
 
 class _Ends:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import AxisType, Mesh
 
 from jax_w4a8.checkpoint import (
     Checkpoint,
@@ -93,11 +94,22 @@ def load_model(
         experts can't be spread as asked.
     """
     check_activation_scheme(activation_scheme)
+    if sharding is not None:
+        sharding = _on_auto_axes(sharding)
     config, plan = read_plan(path)
     check_backend(config, plan, activation_scheme, backend, sharding)
     with loading_progress(progress, plan.nbytes) as advance:
         builder = _Builder(config, QuantizedOptions(activation_scheme, backend, sharding), advance)
         return builder.decoder(plan)
+
+
+def _on_auto_axes(sharding: ExpertSharding) -> ExpertSharding:
+    """The same on Auto mesh axes: outside the expert calls a model leaves the partitioning to XLA."""
+    mesh = sharding.mesh
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"sharding.mesh must be a Mesh with devices, got {type(mesh).__name__}")
+    kinds = (AxisType.Auto,) * len(mesh.axis_names)
+    return dataclasses.replace(sharding, mesh=Mesh(mesh.devices, mesh.axis_names, axis_types=kinds))
 
 
 def _eos_token_ids(checkpoint: Checkpoint, config: DecoderConfig) -> tuple[int, ...]:
