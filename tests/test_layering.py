@@ -18,6 +18,7 @@ ORDER = (
     ("sharded_calls",),
     ("routing",),
     ("ffi",),
+    ("distributed",),
     ("experts.base",),
     ("experts.xla",),
     ("experts.cpu_int4",),
