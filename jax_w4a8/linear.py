@@ -103,6 +103,7 @@ def _check_sharding(
     if not isinstance(sharding, LinearSharding):
         raise TypeError(f"sharding must be a LinearSharding or None, got {type(sharding).__name__}")
     sharding.check(weights)
+    sharding.check_tokens(x.shape[:-1])
     reason = sharding.unprepared_reason(weights)
     if reason is not None:
         raise ValueError(reason)

@@ -76,6 +76,7 @@ def _check_sharding(
     if not isinstance(sharding, ExpertSharding):
         raise TypeError(f"sharding must be an ExpertSharding or None, got {type(sharding).__name__}")
     sharding.check(experts)
+    sharding.check_tokens(tokens[0].shape[:-1])
     reason = sharding.unprepared_reason(experts)
     if reason is not None:
         raise ValueError(reason)

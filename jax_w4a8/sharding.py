@@ -92,14 +92,19 @@ class _Sharding(abc.ABC):
     def _parts(self, axes: Axes) -> int:
         return math.prod(self.mesh.shape[name] for name in _names(axes))
 
-    def token_spec(self, ndim: int, last: Axes = None) -> PartitionSpec:
-        """Of an array whose leading axes are those of x, and whose last one is split over ``last``.
+    def check_tokens(self, lead: tuple[int, ...]) -> None:
+        """Raises ValueError unless leading axes of these sizes can be split as ``tokens`` says."""
+        if len(self.tokens) > len(lead):
+            raise ValueError(f"tokens = {self.tokens} splits more leading axes than x has, {len(lead)}")
+        for axis, (size, entry) in enumerate(zip(lead, self.tokens, strict=False)):
+            if size % self._parts(entry):
+                raise ValueError(
+                    f"tokens = {self.tokens} splits axis {axis} of x over {self._parts(entry)} shards, "
+                    f"which don't divide its size, {size}"
+                )
 
-        Raises:
-          ValueError: ``tokens`` names more axes than the array has.
-        """
-        if len(self.tokens) > ndim - 1:
-            raise ValueError(f"tokens = {self.tokens} splits more leading axes than x has, {ndim - 1}")
+    def token_spec(self, ndim: int, last: Axes = None) -> PartitionSpec:
+        """Of an array whose leading axes are those of x, and whose last one is split over ``last``."""
         return PartitionSpec(*self.tokens, *[None] * (ndim - 1 - len(self.tokens)), _entry(last))
 
     @property
@@ -411,7 +416,11 @@ def place_tokens(array: Any, sharding: Sharding) -> jax.Array:
     """Puts an array whose axes are the leading axes of x, such as token ids, where x will be.
 
     An array that spans processes already stays as it is.
+
+    Raises:
+      ValueError: an axis can't be split as ``sharding.tokens`` says.
     """
+    sharding.check_tokens(array.shape)
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return array
     spec = sharding.token_spec(array.ndim + 1)
