@@ -3,10 +3,10 @@
 python benchmarks/scaling.py                   # 1, 2 and 4 processes; writes results/scaling.json
 python benchmarks/scaling.py --processes 2     # only 2 (and 1, which the model starts from)
 
-Time of one MoE layer on n processes = compute + a(n) + b(n) x bytes. compute = C(1) x share(n), where C(1) is
-the layer's time on one machine and share(n) the largest share of the slots that one process gets. Processes
-that divide one machine's c threads into t each take C(1) x max(share(n) x c / t, 1) instead. a(n) and b(n) are
-the latency and the time per byte of a psum, fitted to psums alone. Nothing is fitted to the layer's times.
+Time of one MoE layer on n processes = C x share(n) x crowding + a(n) + b(n) x bytes. C is the layer's time on
+one process with as many threads as each of the n has; share(n) the largest share of the slots that one of them
+gets; crowding is 1 unless they have more threads together than the machine has cores. a(n) and b(n) are the
+latency and the time per byte of a psum, fitted to psums alone. Nothing is fitted to the layer's times.
 """
 
 from __future__ import annotations
@@ -143,17 +143,15 @@ def _worker(arguments: argparse.Namespace) -> None:
             print(json.dumps(found))
 
 
-def _run(processes: int) -> dict[str, Any]:
+def _run(processes: int, threads: int) -> dict[str, Any]:
     command = [sys.executable, __file__, "--worker"]
     if processes == 1:
         command += ["--distributed", "--num-processes", "1"]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     else:
-        launcher = (
-            "import sys; from jax_w4a8.distributed import launch; launch(sys.argv[2:], int(sys.argv[1]))"
-        )
-        command = [sys.executable, "-c", launcher, str(processes), *command, "--distributed"]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        launch = "import sys; from jax_w4a8.distributed import launch; launch(sys.argv[2:], int(sys.argv[1]))"
+        command = [sys.executable, "-c", launch, str(processes), *command, "--distributed"]
+    environment = {**os.environ, "NPROC": str(threads)}
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
     return json.loads(output.splitlines()[-1])
 
 
@@ -167,7 +165,8 @@ def _predict(run: dict[str, Any], alone: dict[str, Any]) -> None:
     base = {row["tokens"]: row["milliseconds"] for row in alone["layers"]}
     for row in run["layers"]:
         share = _share(row["tokens"], run["processes"])
-        compute = base[row["tokens"]] * max(share * alone["threads"] / run["threads"], 1)
+        crowding = max(1, run["processes"] * run["threads"] / (os.cpu_count() or 1))
+        compute = base[row["tokens"]] * share * crowding
         row["share"] = share
         row["compute_milliseconds"] = compute
         row["predicted_milliseconds"] = compute + float(latency + slope * row["bytes"])
@@ -195,13 +194,14 @@ def _print(runs: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--processes", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     distributed.add_arguments(parser)
     arguments = parser.parse_args()
     if arguments.worker:
         _worker(arguments)
         return
-    runs = [_run(n) for n in (1, *arguments.processes)]
+    runs = [_run(n, arguments.threads) for n in (1, *arguments.processes)]
     for run in runs[1:]:
         _predict(run, runs[0])
     record = {
