@@ -4,9 +4,9 @@ python benchmarks/scaling.py                   # 1, 2 and 4 processes; writes re
 python benchmarks/scaling.py --processes 2     # only 2 (and 1, which the model starts from)
 
 Time of one MoE layer on n processes = C x share(n) x crowding + a(n) + b(n) x bytes. C is the layer's time on
-one process with as many threads as each of the n has; share(n) the largest share of the slots that one of them
-gets; crowding is 1 unless they have more threads together than the machine has cores. a(n) and b(n) are the
-latency and the time per byte of a psum, fitted to psums alone. Nothing is fitted to the layer's times.
+one process with as many threads as each of the n has; share(n) the largest share of the slots that one of
+them gets; crowding is 1 unless they have more threads together than the machine has cores. a(n) and b(n) are
+the latency and the time per byte of a psum, fitted to psums alone. Nothing is fitted to the layer's times.
 """
 
 from __future__ import annotations

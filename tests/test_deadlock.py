@@ -127,37 +127,29 @@ def test_calls_end(threads):
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs CPU affinity")
-@pytest.mark.parametrize("processors", [1, 2])
-def test_threads_follow_the_affinity(processors):
-    """Started on fewer processors than the machine has, no more threads of ours are busy."""
-    allowed = sorted(os.sched_getaffinity(0))[:processors]
-    if len(allowed) < processors:
-        pytest.skip(f"needs {processors} processors")
+def test_threads_follow_the_affinity():
+    """Started on one processor of several (``taskset -c 0``), no more than one thread works at a time."""
+    processors = sorted(os.sched_getaffinity(0))
+    if len(processors) < 2:
+        pytest.skip("needs two processors")
     code = f"""
-    import os
-    os.environ.pop("NPROC", None)
-    os.sched_setaffinity(0, {set(allowed)!r})
-    import time
-    from pathlib import Path
+    import os, time
+    os.sched_setaffinity(0, {{{processors[0]}}})
     import jax, numpy as np
     import jax_w4a8 as w4a8
     from jax_w4a8 import ffi
-    assert ffi.num_threads() == {processors}
+    assert ffi.num_threads() == 1
     w = w4a8.quantize(np.random.default_rng(0).standard_normal((2048, 2048), np.float32), 64)
     dense, x = w4a8.pack_linear(w), np.ones((256, 2048), np.float32)
     layer = jax.jit(w4a8.linear)
     layer(x, dense).block_until_ready()
-    def ticks():
-        tasks = Path("/proc/self/task").iterdir()
-        return {{t.name: sum(map(int, (t / "stat").read_text().rsplit(")", 1)[1].split()[11:13])) for t in tasks}}
-    before, start = ticks(), time.process_time()
-    while time.process_time() - start < 1.0:
+    for task in os.listdir("/proc/self/task"):  # what was started on one may use all now
+        os.sched_setaffinity(int(task), {set(processors)!r})
+    cpu, wall = time.process_time(), time.perf_counter()
+    while time.perf_counter() - wall < 1.0:
         layer(x, dense).block_until_ready()
-    used = [now - before.get(task, 0) for task, now in ticks().items()]
-    busy = [n for n in used if n > 0.1 * sum(used)]
-    assert 1 <= len(busy) <= {processors} + 1, used  # the thread that dispatches may be busy for a moment
-    spent = sum(used) / os.sysconf("SC_CLK_TCK")
-    print("busy", len(busy), spent)
+    rate = (time.process_time() - cpu) / (time.perf_counter() - wall)
+    assert rate < 1.3, rate
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
