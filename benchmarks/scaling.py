@@ -2,6 +2,7 @@
 
 python benchmarks/scaling.py                   # 1, 2 and 4 processes; writes results/scaling.json
 python benchmarks/scaling.py --processes 2     # only 2 (and 1, which the model starts from)
+python benchmarks/scaling.py --table           # write the table of docs/scaling.md anew from results/
 
 Time of one MoE layer on n processes = C x share(n) x crowding + a(n) + b(n) x bytes. C is the layer's time on
 one process with as many threads as each of the n has; share(n) the largest share of the slots that one of
@@ -31,6 +32,8 @@ from jax_w4a8 import distributed, ffi
 from jax_w4a8.sharding import ExpertSharding, place_experts
 
 RESULT = Path(__file__).parent / "results" / "scaling.json"
+PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
+BEGIN, END = "<!-- table: written by benchmarks/scaling.py -->", "<!-- end of table -->"
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, GROUP = 64, 8, 2048, 768, 128
 TOKENS = (1, 16, 128)
 PSUM_KILOBYTES = (8, 64, 256, 1024, 2048)
@@ -172,34 +175,55 @@ def _predict(run: dict[str, Any], alone: dict[str, Any]) -> None:
         row["predicted_milliseconds"] = compute + float(latency + slope * row["bytes"])
 
 
-def _print(runs: list[dict[str, Any]]) -> None:
-    print("| processes | T | sum | bytes | measured ms | model ms | of that psum |")
-    print("| --: | --: | --- | --: | --: | --: | --: |")
-    for run in runs:
+def _table(record: dict[str, Any]) -> str:
+    lines = [
+        f"`{record['command']}` on {record['cores']} cores, jax {record['jax']}; one layer of "
+        f"{record['layer']}. `slots` is `bitwise=True`.",
+        "",
+        "| processes | T | summed | bytes | measured ms | model ms | psum's share of the model |",
+        "| --: | --: | --- | --: | --: | --: | --: |",
+    ]
+    for run in record["runs"]:
         for row in run["layers"]:
-            model = row.get("predicted_milliseconds", row["milliseconds"])
-            psum = model - row.get("compute_milliseconds", model)
-            kind = "slots" if row["bitwise"] else "tokens"
-            print(
-                f"| {run['processes']} | {row['tokens']} | {kind if run['psums'] else '-'} | {row['bytes']} "
-                f"| {row['milliseconds']:.2f} | {model:.2f} | {psum / model:.0%} |"
+            model = row.get("predicted_milliseconds")
+            summed = ("slots" if row["bitwise"] else "tokens") if run["psums"] else "-"
+            shown = "| |"
+            if model is not None:
+                shown = f"| {model:.2f} | {1 - row['compute_milliseconds'] / model:.0%} |"
+            lines.append(
+                f"| {run['processes']} | {row['tokens']} | {summed} | {row['bytes'] if run['psums'] else ''} "
+                f"| {row['milliseconds']:.2f} {shown}"
             )
-    for run in runs[1:]:
-        print(
-            f"{run['processes']} processes: psum {run['latency_milliseconds']:.3f} ms "
-            f"+ {run['milliseconds_per_megabyte']:.2f} ms per MB"
+    lines += [""]
+    for run in record["runs"][1:]:
+        lines.append(
+            f"psum over {run['processes']} processes: {run['latency_milliseconds']:.2f} ms "
+            f"+ {run['milliseconds_per_megabyte']:.2f} ms per MB  "
         )
+    return "\n".join(line.rstrip(" ") if line.endswith("|") else line for line in lines).rstrip()
+
+
+def _write_table(record: dict[str, Any]) -> None:
+    before, rest = PAGE.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    table = _table(record)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}")
+    print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--processes", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--table", action="store_true", help="only write the page's table anew")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     distributed.add_arguments(parser)
     arguments = parser.parse_args()
     if arguments.worker:
         _worker(arguments)
+        return
+    if arguments.table:
+        _write_table(json.loads(RESULT.read_text()))
         return
     runs = [_run(n, arguments.threads) for n in (1, *arguments.processes)]
     for run in runs[1:]:
@@ -212,8 +236,7 @@ def main() -> None:
         "runs": runs,
     }
     RESULT.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"{record['layer']}; {record['cores']} cores, jax {record['jax']}")
-    _print(runs)
+    _write_table(record)
 
 
 if __name__ == "__main__":
