@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_w4a8 import ffi
+from jax_w4a8 import distributed, ffi
 from jax_w4a8.bench import command as bench
 from jax_w4a8.commands import evaluate, generation_flags, quantize
 from jax_w4a8.experts.base import ACTIVATION_SCHEMES
 from jax_w4a8.oracle import W4A8Int8MoeBackend, backend_class
+from jax_w4a8.sharding import ExpertSharding
 
 if TYPE_CHECKING:
     import jax_w4a8.models as models
@@ -61,10 +62,24 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     generation_flags.add_arguments(parser)
+    distributed.add_arguments(parser)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
     _require_models()
+    group = distributed.asked_group(arguments)
+    if group is not None:
+        with distributed.membership(group):
+            return _write_text(arguments, write=group.process_id == 0)
+    if arguments.distributed:
+        command = [sys.executable, "-m", "jax_w4a8", *arguments.argv]
+        distributed.launch(command, 2 if arguments.num_processes is None else arguments.num_processes)
+        return 0
+    return _write_text(arguments)
+
+
+def _write_text(arguments: argparse.Namespace, write: bool = True) -> int:
+    """Generates; one process of a group writes what all of them make."""
     from jax_w4a8.models import default_model_path, load_model
     from jax_w4a8.models.default import DEFAULT_PROMPT
     from jax_w4a8.models.text import load_tokenizer
@@ -73,15 +88,20 @@ def _generate(arguments: argparse.Namespace) -> int:
     prompt = DEFAULT_PROMPT if arguments.prompt is None else arguments.prompt
     tokenizer = load_tokenizer(path)
     model = load_model(
-        path, arguments.activation_scheme, arguments.backend, packed_cache=arguments.packed_cache
+        path,
+        arguments.activation_scheme,
+        arguments.backend,
+        packed_cache=arguments.packed_cache,
+        sharding=_all_devices() if arguments.distributed else None,
     )
     stream = generation_flags.open_stream(model, tokenizer, prompt, path, arguments)
-    if not arguments.json:
+    as_text = write and not arguments.json
+    if as_text:
         print(prompt, end="", flush=True)
     text = ""
     for piece in stream:
         text += piece
-        if not arguments.json:
+        if as_text:
             print(piece, end="", flush=True)
     report = {
         "prompt": prompt,
@@ -90,14 +110,25 @@ def _generate(arguments: argparse.Namespace) -> int:
         "finish_reason": stream.finish_reason,
         **_speed(model, stream.times),
     }
-    print(json.dumps(report) if arguments.json else f"\n\n{_speed_line(report)}")
+    if write:
+        print(json.dumps(report) if arguments.json else f"\n\n{_speed_line(report)}")
     return 0
+
+
+def _all_devices() -> ExpertSharding:
+    """Experts over all devices of all processes, and the same bits as on one."""
+    import jax
+
+    mesh = jax.make_mesh((jax.device_count(),), ("expert",))
+    return ExpertSharding(mesh, expert_axis="expert", bitwise=True)
 
 
 def _speed(model: models.Decoder, times: models.GenerationTimes) -> dict[str, Any]:
     backend = model.backend
     native = backend is W4A8Int8MoeBackend.CPU_INT4
+    sharding = model.options.sharding
     return {
+        "shards": 1 if sharding is None else sharding.ep_size,
         "backend": backend.name,
         "instruction_set": ffi.instruction_set() if native else None,
         "threads": ffi.num_threads(),
@@ -112,8 +143,9 @@ def _speed(model: models.Decoder, times: models.GenerationTimes) -> dict[str, An
 
 def _speed_line(report: dict[str, Any]) -> str:
     instructions = report["instruction_set"]
+    spread = f"experts on {report['shards']} devices, " if report["shards"] > 1 else ""
     return (
-        f"backend {report['backend']}, "
+        f"{spread}backend {report['backend']}, "
         f"instruction set {instructions or 'chosen by XLA'}, {report['threads']} threads, "
         f"prefill {report['prefill_tokens_per_second']:.1f} tokens/s, "
         f"decode {report['decode_tokens_per_second']:.1f} tokens/s "
@@ -208,6 +240,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit code, 2 for bad input."""
     arguments = _parser().parse_args(argv)
+    arguments.argv = list(sys.argv[1:] if argv is None else argv)
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_w4a8.experts.base import (
     INPUT_DTYPES,
     Activation,
+    Backend,
     ExpertOptions,
     check_tokens,
 )
 from jax_w4a8.experts.gradients import call_apply_experts, call_combine, call_fused_experts
 from jax_w4a8.oracle import resolve_backend
 from jax_w4a8.routing import Routing, route
+from jax_w4a8.sharded_calls import (
+    observed_expert_sharding,
+    observed_token_sharding,
+    on_mesh,
+    vary_together,
+)
+from jax_w4a8.sharding import ExpertSharding
 from jax_w4a8.weights import ExpertWeights
 
 
@@ -48,9 +61,27 @@ def _check_experts(experts: ExpertWeights) -> ExpertWeights:
         raise TypeError(
             f"experts must be ExpertWeights (see jax_w4a8.pack_experts), got {type(experts).__name__}"
         )
-    experts.check()
     packed: ExpertWeights = jax.tree.map(jnp.asarray, experts)
     return packed
+
+
+def _check_sharding(
+    function: str, sharding: ExpertSharding | None, tokens: tuple[jax.Array, ...], experts: ExpertWeights
+) -> ExpertSharding | None:
+    """Where the call runs, as asked for or as its operands show; the experts fit it."""
+    if sharding is None:
+        sharding = observed_expert_sharding(function, tokens, experts)
+        if sharding is None:
+            experts.check()
+        return sharding
+    if not isinstance(sharding, ExpertSharding):
+        raise TypeError(f"sharding must be an ExpertSharding or None, got {type(sharding).__name__}")
+    sharding.check(experts)
+    sharding.check_tokens(tokens[0].shape[:-1])
+    reason = sharding.unprepared_reason(experts)
+    if reason is not None:
+        raise ValueError(reason)
+    return sharding
 
 
 def _options(
@@ -65,6 +96,141 @@ def _options(
     return ExpertOptions(activation, activation_scheme, bool(apply_router_weight_on_input))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """An expert call without its arrays: static under ``jit``. Takes any leading axes."""
+
+    backend: type[Backend]
+    options: ExpertOptions
+
+    def fused(self, x: jax.Array, weights: jax.Array, ids: jax.Array, experts: ExpertWeights) -> jax.Array:
+        experts.check()
+        x, weights, ids, experts = vary_together((x, weights, ids, experts))
+        tokens, k = math.prod(x.shape[:-1]), ids.shape[-1]
+        y = call_fused_experts(
+            self.backend,
+            x.reshape(tokens, x.shape[-1]),
+            weights.reshape(tokens, k),
+            ids.reshape(tokens, k),
+            experts,
+            self.options,
+        )
+        return y.reshape(x.shape)
+
+    def slots(
+        self, x: jax.Array, weights: jax.Array | None, ids: jax.Array, experts: ExpertWeights
+    ) -> jax.Array:
+        """``weights`` are given exactly when they are applied to the input."""
+        experts.check()
+        x, weights, ids, experts = vary_together((x, weights, ids, experts))
+        tokens, k = math.prod(x.shape[:-1]), ids.shape[-1]
+        slots = call_apply_experts(
+            self.backend,
+            x.reshape(tokens, x.shape[-1]),
+            None if weights is None else weights.reshape(tokens, k),
+            ids.reshape(tokens, k),
+            experts,
+            self.options,
+        )
+        return slots.reshape(*ids.shape, x.shape[-1])
+
+    def combine(self, slots: jax.Array, weights: jax.Array, dtype: Any) -> jax.Array:
+        slots, weights = vary_together((slots, weights))
+        *lead, k, hidden = slots.shape
+        tokens = math.prod(lead)
+        y = call_combine(self.backend, slots.reshape(tokens, k, hidden), weights.reshape(tokens, k), dtype)
+        return y.reshape(*lead, hidden)
+
+    def reduced(
+        self,
+        x: jax.Array,
+        weights: jax.Array,
+        ids: jax.Array,
+        experts: ExpertWeights,
+        sharding: ExpertSharding,
+    ) -> jax.Array:
+        """Inside ``shard_map``: :meth:`fused` over all devices' experts."""
+        axes, experts = sharding.reduced_axes, sharding.local(experts)
+        ids = sharding.local_ids(ids, experts.num_experts)
+        if not axes:
+            return self.fused(x, weights, ids, experts)
+        if not sharding.bitwise:
+            return lax.psum(self.fused(x.astype(jnp.float32), weights, ids, experts), axes).astype(x.dtype)
+        on_input = self.options.apply_router_weight_on_input
+        slots = lax.psum(self.slots(x, weights if on_input else None, ids, experts), axes)
+        return self.combine(slots, jnp.ones_like(weights) if on_input else weights, x.dtype)
+
+
+# Compiled as wholes, so that calls outside jit find their program again.
+@functools.partial(jax.jit, static_argnames=("call", "sharding"))
+def _fused_on_mesh(
+    x: jax.Array,
+    weights: jax.Array,
+    ids: jax.Array,
+    experts: ExpertWeights,
+    *,
+    call: _Call,
+    sharding: ExpertSharding,
+) -> jax.Array:
+    tokens = sharding.token_spec(x.ndim)
+    in_specs = (tokens, tokens, tokens, sharding.specs(experts))
+    body = functools.partial(call.reduced, sharding=sharding)
+    return on_mesh(body, sharding.mesh, in_specs, tokens, x, weights, ids, experts)
+
+
+@functools.partial(jax.jit, static_argnames=("call", "sharding"))
+def _slots_on_mesh(
+    x: jax.Array,
+    weights: jax.Array | None,
+    ids: jax.Array,
+    experts: ExpertWeights,
+    *,
+    call: _Call,
+    sharding: ExpertSharding,
+) -> jax.Array:
+    def body(x: jax.Array, weights: jax.Array | None, ids: jax.Array, experts: ExpertWeights) -> jax.Array:
+        experts = sharding.local(experts)
+        slots = call.slots(x, weights, sharding.local_ids(ids, experts.num_experts), experts)
+        return lax.psum(slots, sharding.reduced_axes) if sharding.reduced_axes else slots
+
+    tokens = sharding.token_spec(x.ndim)
+    in_specs = (tokens, None if weights is None else tokens, tokens, sharding.specs(experts))
+    out = sharding.token_spec(x.ndim + 1)
+    return on_mesh(body, sharding.mesh, in_specs, out, x, weights, ids, experts)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "call", "sharding"))
+def _combine_on_mesh(
+    slots: jax.Array, weights: jax.Array, *, dtype: Any, call: _Call, sharding: ExpertSharding
+) -> jax.Array:
+    tokens = sharding.token_spec(weights.ndim)
+    body = functools.partial(call.combine, dtype=dtype)
+    return on_mesh(body, sharding.mesh, (sharding.token_spec(slots.ndim), tokens), tokens, slots, weights)
+
+
+@functools.partial(jax.jit, static_argnames=("call", "sharding", "routing"))
+def _moe_on_mesh(
+    x: jax.Array,
+    logits: jax.Array,
+    correction_bias: jax.Array | None,
+    experts: ExpertWeights,
+    *,
+    routing: Routing,
+    call: _Call,
+    sharding: ExpertSharding,
+) -> jax.Array:
+    def body(
+        x: jax.Array, logits: jax.Array, correction_bias: jax.Array | None, experts: ExpertWeights
+    ) -> jax.Array:
+        weights, ids = route(logits, routing, correction_bias)
+        return call.reduced(x, weights, ids, experts, sharding)
+
+    tokens = sharding.token_spec(x.ndim)
+    bias = None if correction_bias is None else PartitionSpec()
+    in_specs = (tokens, tokens, bias, sharding.specs(experts))
+    return on_mesh(body, sharding.mesh, in_specs, tokens, x, logits, correction_bias, experts)
+
+
 def fused_experts(
     x: ArrayLike,
     weights: ArrayLike,
@@ -75,6 +241,7 @@ def fused_experts(
     activation_scheme: str = "asymmetric",
     apply_router_weight_on_input: bool = False,
     backend: str = "auto",
+    sharding: ExpertSharding | None = None,
 ) -> jax.Array:
     """Runs each token through its experts and adds their outputs up by router weight.
 
@@ -90,6 +257,8 @@ def fused_experts(
       apply_router_weight_on_input: scale x by the router weight before the experts, instead of their output;
         needs k = 1.
       backend: ``auto``, ``cpu_int4`` (native) or ``xla`` (pure JAX).
+      sharding: how the call is spread over a mesh (:mod:`jax_w4a8.sharding`); None for as its operands are,
+        where JAX shows that.
 
     Returns:
       ``[..., H]`` in the dtype of ``x``. Reverse mode differentiates it with respect to x, weights, and the
@@ -106,17 +275,14 @@ def fused_experts(
     ids = _check_ids(ids, x.shape[:-1])
     weights = _check_router_weights(weights, ids.shape)
     k = ids.shape[-1]
-    options = _options(activation, activation_scheme, apply_router_weight_on_input, k)
-    tokens = math.prod(x.shape[:-1])
-    y = call_fused_experts(
-        resolve_backend(backend),
-        x.reshape(tokens, x.shape[-1]),
-        weights.reshape(tokens, k),
-        ids.reshape(tokens, k),
-        experts,
-        options,
+    call = _Call(
+        resolve_backend(backend), _options(activation, activation_scheme, apply_router_weight_on_input, k)
     )
-    return y.reshape(x.shape)
+    sharding = _check_sharding("fused_experts", sharding, (x, weights, ids), experts)
+    if sharding is None:
+        return call.fused(x, weights, ids, experts)
+    y: jax.Array = _fused_on_mesh(x, weights, ids, experts, call=call, sharding=sharding)
+    return y
 
 
 def apply_experts(
@@ -129,12 +295,13 @@ def apply_experts(
     activation_scheme: str = "asymmetric",
     apply_router_weight_on_input: bool = False,
     backend: str = "auto",
+    sharding: ExpertSharding | None = None,
 ) -> jax.Array:
     """Each slot's expert output before the combine: ``combine(apply_experts(...), weights, dtype=x.dtype)``
     equals :func:`fused_experts` bit for bit, for finite weights.
 
     Args:
-      x, ids, experts, activation, activation_scheme, backend: as for :func:`fused_experts`.
+      x, ids, experts, activation, activation_scheme, backend, sharding: as for :func:`fused_experts`.
       weights: router weights ``[..., k]``; needed exactly when ``apply_router_weight_on_input``.
       apply_router_weight_on_input: as for :func:`fused_experts`; the combine then takes ones.
 
@@ -154,18 +321,14 @@ def apply_experts(
         raise ValueError(
             f"weights must be given exactly when apply_router_weight_on_input is set, got {came}"
         )
-    tokens = math.prod(x.shape[:-1])
     if weights is not None:
-        weights = _check_router_weights(weights, ids.shape).reshape(tokens, k)
-    slots = call_apply_experts(
-        resolve_backend(backend),
-        x.reshape(tokens, x.shape[-1]),
-        weights,
-        ids.reshape(tokens, k),
-        experts,
-        options,
-    )
-    return slots.reshape(*ids.shape, x.shape[-1])
+        weights = _check_router_weights(weights, ids.shape)
+    call = _Call(resolve_backend(backend), options)
+    sharding = _check_sharding("apply_experts", sharding, (x, ids), experts)
+    if sharding is None:
+        return call.slots(x, weights, ids, experts)
+    slots: jax.Array = _slots_on_mesh(x, weights, ids, experts, call=call, sharding=sharding)
+    return slots
 
 
 def combine(
@@ -196,15 +359,12 @@ def combine(
     if result_dtype not in INPUT_DTYPES:
         raise TypeError(f"dtype must be float32, bfloat16 or float16, got {result_dtype}")
     weights = _check_router_weights(weights, array.shape[:-1])
-    *lead, k, hidden = array.shape
-    tokens = math.prod(lead)
-    y = call_combine(
-        resolve_backend(backend),
-        array.reshape(tokens, k, hidden),
-        weights.reshape(tokens, k),
-        result_dtype,
-    )
-    return y.reshape(*lead, hidden)
+    call = _Call(resolve_backend(backend), ExpertOptions())
+    sharding = observed_token_sharding("combine", (array, weights))
+    if sharding is None:
+        return call.combine(array, weights, result_dtype)
+    y: jax.Array = _combine_on_mesh(array, weights, dtype=result_dtype, call=call, sharding=sharding)
+    return y
 
 
 def moe(
@@ -218,6 +378,7 @@ def moe(
     activation_scheme: str = "asymmetric",
     apply_router_weight_on_input: bool = False,
     backend: str = "auto",
+    sharding: ExpertSharding | None = None,
 ) -> jax.Array:
     """A whole MoE layer: chooses experts, runs them, combines their outputs.
 
@@ -227,7 +388,8 @@ def moe(
       experts: packed weights (:func:`jax_w4a8.pack_experts`).
       routing: how experts are chosen and weighted (:class:`jax_w4a8.Routing`).
       correction_bias: float32 ``[E]``, added to the scores for the choice alone.
-      activation, activation_scheme, apply_router_weight_on_input, backend: as for :func:`fused_experts`.
+      activation, activation_scheme, apply_router_weight_on_input, backend, sharding: as for
+        :func:`fused_experts`.
 
     Returns:
       ``[..., H]`` in the dtype of ``x``.
@@ -242,14 +404,21 @@ def moe(
         raise ValueError(
             f"router_logits must have shape {(*x.shape[:-1], experts.num_experts)}, got {logits.shape}"
         )
-    weights, ids = route(logits, routing, correction_bias)
-    return fused_experts(
-        x,
-        weights,
-        ids,
-        experts,
-        activation=activation,
-        activation_scheme=activation_scheme,
-        apply_router_weight_on_input=apply_router_weight_on_input,
-        backend=backend,
-    )
+    sharding = _check_sharding("moe", sharding, (x, logits), experts)
+    if sharding is None:
+        weights, ids = route(logits, routing, correction_bias)
+        return fused_experts(
+            x,
+            weights,
+            ids,
+            experts,
+            activation=activation,
+            activation_scheme=activation_scheme,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+            backend=backend,
+        )
+    options = _options(activation, activation_scheme, apply_router_weight_on_input, routing.top_k)
+    call = _Call(resolve_backend(backend), options)
+    bias = None if correction_bias is None else jnp.asarray(correction_bias)
+    y: jax.Array = _moe_on_mesh(x, logits, bias, experts, routing=routing, call=call, sharding=sharding)
+    return y

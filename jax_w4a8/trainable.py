@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_w4a8.weights import BLOCK_CHANNELS, BLOCK_INPUTS, ExpertWeights, LinearWeights
+from jax_w4a8.packing import BLOCK_CHANNELS
+from jax_w4a8.weights import BLOCK_INPUTS, ExpertWeights, LinearWeights
 
 Packed = TypeVar("Packed", LinearWeights, ExpertWeights)
 

@@ -108,6 +108,13 @@ def test_channelwise_shards_need_no_whole_groups():
     assert unsupported_reason(layer, weight_key(-1, jnp.float32), None) is None
 
 
+def test_channelwise_shards_need_whole_blocks():
+    reason = unsupported_reason(
+        config(intermediate_size=96, tp_size=4), weight_key(-1, jnp.float32), PER_TOKEN
+    )
+    assert reason == "intermediate_size / tp_size = 24 must be a multiple of 16 channels"
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -156,6 +156,11 @@ class StoredExperts:
         """Bytes of all tensors on disk."""
         return sum(part.nbytes for part in (*self.gates, *self.ups, *self.downs))
 
+    def run(self, start: int, stop: int) -> StoredExperts:
+        """Experts from ``start`` up to ``stop``, exclusive."""
+        parts = (self.gates[start:stop], self.ups[start:stop], self.downs[start:stop])
+        return StoredExperts(self.name, *parts)
+
     def read(self, progress: Callable[[int], None] = lambda nbytes: None) -> ExpertWeights:
         """Reads one expert after the other, and packs each while the next one is read.
 

@@ -19,7 +19,8 @@ from jax import lax
 
 from jax_w4a8.experts.base import ExpertOptions
 from jax_w4a8.experts.xla import activate, tile_height, tile_slots, without_filling
-from jax_w4a8.weights import BLOCK_CHANNELS, ExpertWeights, LinearWeights, unpack_linear
+from jax_w4a8.packing import BLOCK_CHANNELS
+from jax_w4a8.weights import ExpertWeights, LinearWeights, unpack_linear
 
 _HIGHEST = lax.Precision.HIGHEST
 _TILE_ROWS = 256

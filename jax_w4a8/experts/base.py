@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_w4a8.quantization import GROUP_MULTIPLE, SCALE_DTYPES, QuantKey
+from jax_w4a8.partition import expert_split_reason, intermediate_split_reason
+from jax_w4a8.quantization import CHANNELWISE, GROUP_MULTIPLE, SCALE_DTYPES, QuantKey
 from jax_w4a8.routing import Routing
 from jax_w4a8.weights import ExpertWeights, LinearWeights
 
@@ -264,13 +265,6 @@ def _activation_reason(key: QuantKey | None) -> str | None:
 
 def _parallel_reason(config: MoEConfig, group: int) -> str | None:
     """``group`` is the weights' group size; 1, from (-1, 1), when channel-wise."""
-    experts, ep_size = config.num_experts, config.ep_size
-    if experts % ep_size:
-        return f"E = {experts} experts can't be split over ep_size = {ep_size}"
-    intermediate, tp_size = config.intermediate_size, config.tp_size
-    if intermediate % tp_size:
-        return f"intermediate_size = {intermediate} can't be split over tp_size = {tp_size}"
-    shard = intermediate // tp_size
-    if tp_size > 1 and shard % group:
-        return f"intermediate_size / tp_size = {shard} must be a multiple of the group size, got g = {group}"
-    return None
+    return expert_split_reason(config.num_experts, config.ep_size) or intermediate_split_reason(
+        config.intermediate_size, CHANNELWISE if group == 1 else group, config.tp_size
+    )

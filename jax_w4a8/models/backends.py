@@ -17,6 +17,7 @@ from jax_w4a8.oracle import (
     select_w4a8_int8_moe_backend,
 )
 from jax_w4a8.quantization import GroupShape, QuantKey, weight_key
+from jax_w4a8.sharding import ExpertSharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,11 @@ class LayerQuestion:
 
 
 def ask_about(
-    config: DecoderConfig, plan: MoEPlan, activation_scheme: str, backend: str
+    config: DecoderConfig,
+    plan: MoEPlan,
+    activation_scheme: str,
+    backend: str,
+    sharding: ExpertSharding | None = None,
 ) -> LayerQuestion | None:
     """The question about one layer of a stored model; None if its experts are in floating point."""
     first, scheme = plan.experts.gates[0], plan.experts.scheme
@@ -56,6 +61,8 @@ def ask_about(
         activation=config.activation,
         activation_scheme=activation_scheme,
         routing=plan.config.routing,
+        ep_size=1 if sharding is None else sharding.ep_size,
+        tp_size=1 if sharding is None else sharding.tp_size,
         moe_backend=backend,
     )
     return LayerQuestion(layer, stored_weight_key(scheme, first.scale_dtype), _tokens_key(scheme))
@@ -75,11 +82,17 @@ def _tokens_key(scheme: Scheme) -> QuantKey:
     )
 
 
-def check_backend(config: DecoderConfig, plan: DecoderPlan, activation_scheme: str, backend: str) -> None:
+def check_backend(
+    config: DecoderConfig,
+    plan: DecoderPlan,
+    activation_scheme: str,
+    backend: str,
+    sharding: ExpertSharding | None = None,
+) -> None:
     """Raises ValueError or NotImplementedError, with the reason, if a layer can't run here as asked."""
     resolve_backend(backend)
     for layer in plan.layers:
         if isinstance(layer.mlp, MoEPlan):
-            question = ask_about(config, layer.mlp, activation_scheme, backend)
+            question = ask_about(config, layer.mlp, activation_scheme, backend, sharding)
             if question is not None:
                 question.choose()

@@ -22,6 +22,7 @@ from jax_w4a8.models.prompts import DEFAULT_CHUNK, PromptIds, TokenIds
 from jax_w4a8.models.sampling import Sampling
 from jax_w4a8.models.span import Span
 from jax_w4a8.oracle import W4A8Int8MoeBackend, resolve_backend
+from jax_w4a8.sharding import place_tokens
 
 #: No sampling.
 GREEDY = Sampling()
@@ -211,7 +212,11 @@ class Decoder(nnx.Module):
             if lowest < 0 or highest >= self.config.vocab_size:
                 worst = lowest if lowest < 0 else highest
                 raise ValueError(f"token_ids must lie in [0, {self.config.vocab_size}), found {worst}")
-        return jnp.asarray(array, jnp.int32)
+        ids = jnp.asarray(array, jnp.int32)
+        sharding = self.options.sharding
+        if sharding is None or isinstance(array, jax.core.Tracer):
+            return ids
+        return place_tokens(ids, sharding)
 
 
 @jax.jit

@@ -192,6 +192,7 @@ class _Run:
         read = sum(ids.shape[1] for ids, _ in self.chunks)
         self.capacity = _capacity(max(read, prompts.longest + request.max_new_tokens))
         self.skeleton, self.leaves = _take_apart(model)
+        self.on_mesh = model.options.sharding is not None
         self.rules, self.numbers = request.sampling.rules, request.sampling.numbers
         self.seeds = request.sampling.seeds(self.batch)
         seen = prompts.ids if self.rules.uses_penalty else prompts.ids[:, :0]
@@ -200,12 +201,20 @@ class _Run:
     def compile(self, steps: bool) -> None:
         """Compiles what isn't compiled yet; the calls below find it."""
         ids, lengths = self.chunks[0]
-        last, cache = _compile(_prefill, self.skeleton, self.leaves, ids, lengths, self.capacity)
+        last, cache = self._compile(_prefill, self.skeleton, self.leaves, ids, lengths, self.capacity)
         for ids, lengths in self.chunks[1:]:
-            last, cache = _compile(_extend, self.skeleton, self.leaves, ids, lengths, last, cache)
-        token, state = _compile(_begin, self.skeleton, self.leaves, last, *self._start())
+            last, cache = self._compile(_extend, self.skeleton, self.leaves, ids, lengths, last, cache)
+        token, state = self._compile(_begin, self.skeleton, self.leaves, last, *self._start())
         if steps:
-            _compile(_step, self.skeleton, self.leaves, token, cache, state, self.numbers, self.rules)
+            self._compile(_step, self.skeleton, self.leaves, token, cache, state, self.numbers, self.rules)
+
+    def _compile(self, function: Any, *arguments: Any) -> Any:
+        """What ``function`` will return, as shapes, and on a mesh as shardings."""
+        lowered = function.lower(*arguments)
+        compiled = lowered.compile()
+        if not self.on_mesh:
+            return lowered.out_info
+        return jax.tree.map(_with_sharding, lowered.out_info, compiled.output_shardings)
 
     def prefill(self) -> _Made:
         """The first new token."""
@@ -225,13 +234,6 @@ class _Run:
         return self.seen, self.prompts.lengths, self.seeds, self.numbers, self.rules
 
 
-def _compile(function: Any, *arguments: Any) -> Any:
-    """What ``function`` will return, as shapes."""
-    lowered = function.lower(*arguments)
-    lowered.compile()
-    return lowered.out_info
-
-
 def _check_lengths(longest: int, max_new_tokens: int, limit: int) -> None:
     if longest > limit:
         raise ValueError(
@@ -247,6 +249,10 @@ def _check_lengths(longest: int, max_new_tokens: int, limit: int) -> None:
 def _capacity(positions: int) -> int:
     power = 1 << (positions - 1).bit_length()
     return cache_slots(power if power <= CACHE_MULTIPLE else -(-positions // CACHE_MULTIPLE) * CACHE_MULTIPLE)
+
+
+def _with_sharding(info: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding)
 
 
 class _Ends:

@@ -12,6 +12,7 @@ from jax import lax
 
 from jax_w4a8.invariance import evenly, matmul_transposed, ordered_sum, rounded
 from jax_w4a8.linear import linear
+from jax_w4a8.sharding import ExpertSharding, LinearSharding
 from jax_w4a8.weights import ExpertWeights, LinearWeights, unpack_linear
 
 Packed = TypeVar("Packed", LinearWeights, ExpertWeights)
@@ -29,11 +30,20 @@ class QuantizedOptions:
       activation_scheme: ``asymmetric`` or ``symmetric``.
       backend: ``auto``, ``cpu_int4`` or ``xla``.
       float_activations: widen weights instead, and leave activations in float32; slow, for comparisons.
+      sharding: how experts and tokens are spread over a mesh; None for one device.
     """
 
     activation_scheme: str = "asymmetric"
     backend: str = "auto"
     float_activations: bool = False
+    sharding: ExpertSharding | None = None
+
+    @property
+    def linear_sharding(self) -> LinearSharding | None:
+        """Linear maps keep whole weights on every device, for its own tokens."""
+        if self.sharding is None or not self.sharding.tokens:
+            return None
+        return LinearSharding(self.sharding.mesh, tokens=self.sharding.tokens)
 
 
 def matmul_float(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -106,6 +116,7 @@ class Linear(nnx.Module):
                 weight,
                 activation_scheme=self.options.activation_scheme,
                 backend=self.options.backend,
+                sharding=self.options.linear_sharding,
             )
         y = matmul_float(x, weight)
         return y if self.bias is None else y + self.bias.get_value().astype(jnp.float32)

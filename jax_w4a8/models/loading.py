@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AxisType, Mesh
 
 from jax_w4a8.checkpoint import (
     Checkpoint,
@@ -52,6 +53,7 @@ from jax_w4a8.models.plan import (
 from jax_w4a8.models.progress import Progress, loading_progress
 from jax_w4a8.models.quantized_head import quantize_linear
 from jax_w4a8.quantization import QuantizedTensor
+from jax_w4a8.sharding import ExpertSharding, place_experts, replicate
 from jax_w4a8.weights import ExpertWeights
 
 logger = logging.getLogger(__name__)
@@ -86,6 +88,7 @@ def load_model(
     progress: bool | Callable[[int, int], None] | None = None,
     packed_cache: bool | str | os.PathLike[str] | PackedCache | None = None,
     *,
+    sharding: ExpertSharding | None = None,
     weight_only: str | None = None,
     allow_float: bool = False,
     quantize_head: bool = False,
@@ -110,22 +113,30 @@ def load_model(
       quantize_head: quantise an output head in floating point to INT4 as it is loaded (groups of 32), and run
         it with INT8 activations. A token then reads a quarter of its bytes. With tied embeddings the head
         is a quantised copy.
+      sharding: spreads the experts, and batches if it says so, over a mesh, which may span processes
+        (:class:`jax_w4a8.sharding.ExpertSharding`). A process reads the experts of its own devices alone;
+        everything else is on every device.
 
     Returns:
       A model; ``model(token_ids)`` gives logits, ``model.generate(token_ids)`` a continuation.
 
     Raises:
       CheckpointError: as :func:`read_plan`; also a code out of range, NaN or infinity.
-      ValueError: an unknown activation scheme or backend, or the backend asked for can't run here.
+      ValueError: an unknown activation scheme or backend, the backend asked for can't run here, the experts
+        can't be spread as asked, or both ``packed_cache`` and ``sharding``.
       TypeError: ``packed_cache`` is none of those named.
     """
     check_activation_scheme(activation_scheme)
     cache = as_packed_cache(packed_cache)
+    if sharding is not None:
+        if cache is not None:
+            raise ValueError("packed_cache holds whole layers, and can't be used together with sharding")
+        sharding = _on_auto_axes(sharding)
     config, plan = read_plan(path, weight_only=weight_only, allow_float=allow_float)
-    check_backend(config, plan, activation_scheme, backend)
+    check_backend(config, plan, activation_scheme, backend, sharding)
     entry = None if cache is None else CacheEntry(cache, plan)
     with loading_progress(progress, plan.nbytes) as advance:
-        options = QuantizedOptions(activation_scheme, backend)
+        options = QuantizedOptions(activation_scheme, backend, sharding=sharding)
         return _build(config, plan, options, advance, entry, quantize_head)
 
 
@@ -166,6 +177,15 @@ def _build(
     if entry is not None:
         entry.write(modules.made)
     return decoder
+
+
+def _on_auto_axes(sharding: ExpertSharding) -> ExpertSharding:
+    """The same on Auto mesh axes: outside the expert calls a model leaves the partitioning to XLA."""
+    mesh = sharding.mesh
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"sharding.mesh must be a Mesh with devices, got {type(mesh).__name__}")
+    kinds = (AxisType.Auto,) * len(mesh.axis_names)
+    return dataclasses.replace(sharding, mesh=Mesh(mesh.devices, mesh.axis_names, axis_types=kinds))
 
 
 def _eos_token_ids(checkpoint: Checkpoint, config: DecoderConfig) -> tuple[int, ...]:
@@ -242,7 +262,7 @@ class _Builder:
             advance(stored.nbytes)
             return np.asarray(value.dequantize()) if isinstance(value, QuantizedTensor) else value
 
-        weight = to_device(self._modules.get(stored, read)).reshape(config.num_heads, -1, config.rank)
+        weight = self._put(self._modules.get(stored, read)).reshape(config.num_heads, -1, config.rank)
         scheme = None if stored.scheme is None else self._options.activation_scheme
         return LatentUp(weight, config.nope_dim, scheme)
 
@@ -268,9 +288,16 @@ class _Builder:
         )
 
     def _experts(self, stored: StoredExperts) -> ExpertWeights | FloatExperts:
+        sharding = self._options.sharding
         if stored.scheme is None:  # a cache holds packed weights alone
-            return to_device(stored.read_float(self._modules.advance))
-        return to_device(self._modules.get(stored, stored.read))
+            return self._put(stored.read_float(self._modules.advance))
+        if sharding is None:
+            return to_device(self._modules.get(stored, stored.read))
+
+        def read(start: int, stop: int) -> ExpertWeights:
+            return stored.run(start, stop).read(self._modules.advance)
+
+        return place_experts(read, len(stored), sharding)
 
     def _shared(self, plan: SharedPlan) -> SharedExpert:
         gate = None if plan.gate is None else self._linear(plan.gate)
@@ -282,6 +309,10 @@ class _Builder:
             logger.warning("%r is all zeros: whoever wrote the checkpoint may have lost it", stored.name)
         return bias
 
+    def _put(self, tree: Any) -> Any:
+        sharding = self._options.sharding
+        return to_device(tree) if sharding is None else replicate(tree, sharding)
+
     def _norm(self, stored: StoredArray) -> RMSNorm:
         return RMSNorm(self._read(stored), self._config.norm_epsilon)
 
@@ -289,9 +320,9 @@ class _Builder:
         return RMSNorm(self._read(stored), LATENT_NORM_EPSILON)
 
     def _linear(self, stored: StoredLinear) -> Linear:
-        weight, bias = to_device(self._modules.get(stored, stored.read_whole))
+        weight, bias = self._put(self._modules.get(stored, stored.read_whole))
         return Linear(weight, bias, self._options)
 
     def _read(self, stored: StoredArray) -> jax.Array:
-        array: jax.Array = to_device(self._modules.get(stored, stored.read_whole))
+        array: jax.Array = self._put(self._modules.get(stored, stored.read_whole))
         return array

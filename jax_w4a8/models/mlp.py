@@ -98,4 +98,5 @@ class MoE(nnx.Module):
             activation=self.activation,
             activation_scheme=self.options.activation_scheme,
             backend=self.options.backend,
+            sharding=self.options.sharding,
         )
