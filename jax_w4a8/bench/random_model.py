@@ -104,16 +104,23 @@ class RandomExperts(StoredExperts):
     seed: int = 0
 
     @property
+    def group_size(self) -> int:
+        """Inputs that share a scale."""
+        if self.scheme is None:
+            raise ValueError(f"{self.name} isn't quantised")
+        return self.scheme.group_size
+
+    @property
     def nbytes(self) -> int:
         """Bytes in memory, packed."""
-        group, experts = self.scheme.group_size, len(self)
+        group, experts = self.group_size, len(self)
         w13 = packed_bytes(2 * self.intermediate_size, self.hidden_size, group)
         return experts * (w13 + packed_bytes(self.hidden_size, self.intermediate_size, group))
 
     def read(self, progress: Callable[[int], None] = lambda nbytes: None) -> ExpertWeights:
         """Packed weights."""
         shape = LayerShape(len(self), self.top_k, self.hidden_size, self.intermediate_size)
-        experts = random_experts(shape, self.scheme.group_size, self.seed)
+        experts = random_experts(shape, self.group_size, self.seed)
         progress(self.nbytes)
         return experts
 
