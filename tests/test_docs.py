@@ -36,3 +36,14 @@ def test_readme_model_runs():
 def test_package_example_runs():
     assert doctest.testmod(jax_w4a8).attempted > 0
     assert doctest.testmod(jax_w4a8).failed == 0
+
+
+def test_generation_page_runs(capsys):
+    pytest.importorskip("tokenizers")
+    page = (README.parent / "docs" / "generation.md").read_text()
+    namespace: dict = {}
+    exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), namespace)
+    assert namespace["ids"].shape == (1, 4)
+    assert len(namespace["texts"]) == 2
+    assert 1 < namespace["exact"].perplexity < 2048
+    assert "." not in capsys.readouterr().out.split("\n")[0]
