@@ -21,12 +21,18 @@ F32, I32 = 0, 26
 TYPES = {"q4_0": 2, "q4_K": 12}
 
 
+_LogCallback = ctypes.CFUNCTYPE(None, _INT, ctypes.c_char_p, _POINTER)
+#: Kept here, since ggml keeps a pointer to it.
+_QUIET = _LogCallback(lambda level, text, data: None)
+
+
 class _InitParams(ctypes.Structure):
     _fields_ = (("mem_size", _SIZE), ("mem_buffer", _POINTER), ("no_alloc", ctypes.c_bool))
 
 
 #: Result and argument types of every function used.
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "ggml_log_set": (None, (_LogCallback, _POINTER)),
     "ggml_init": (_POINTER, (_InitParams,)),
     "ggml_free": (None, (_POINTER,)),
     "ggml_tensor_overhead": (_SIZE, ()),
@@ -83,6 +89,7 @@ def library() -> Any:
             raise ImportError(f"llama_cpp's ggml has no function {name}: another version is needed")
         function.restype, function.argtypes = result, list(arguments)
         setattr(found, name, function)
+    found.ggml_log_set(_QUIET, None)
     return found
 
 
