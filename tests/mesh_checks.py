@@ -249,7 +249,7 @@ def check_tensor_parallel_is_the_sum_of_its_shards():
     x, weights, ids, _ = _tokens()
     sizes = [(-1, 96), (32, 128), (64, 128), (-1, 128)]
     for (group_size, inner), (kind, backend) in itertools.product(sizes, CASES):
-        if backend == "xla" and group_size > 0:
+        if backend == "xla" and inner != 96:
             continue
         sharding = ExpertSharding(_mesh(kind), tensor_axis="tensor", tokens="data")
         placed = place(_experts(group_size, inner), sharding)
