@@ -20,6 +20,8 @@ ORDER = (
     ("experts.cpu_int4",),
     ("oracle",),
     ("moe", "linear"),
+    ("blocks",),
+    ("nnx", "linen"),
     ("checkpoint",),
     ("models",),
     ("bench",),

@@ -5,8 +5,8 @@ from jax_w4a8.models.decoder import Decoder
 from jax_w4a8.models.default import default_model_path
 from jax_w4a8.models.families import FAMILIES, Family
 from jax_w4a8.models.generation import GenerationTimes, GreedyStream
-from jax_w4a8.models.layers import PackedWeight
 from jax_w4a8.models.loading import load_model, read_plan
+from jax_w4a8.nnx import PackedWeight
 
 __all__ = [
     "FAMILIES",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +10,10 @@ from flax import nnx
 from jax import lax
 
 from jax_w4a8.linear import linear
-from jax_w4a8.weights import ExpertWeights, LinearWeights
+from jax_w4a8.nnx import PackedWeight
+from jax_w4a8.weights import LinearWeights
 
 _HIGHEST = lax.Precision.HIGHEST
-
-Packed = TypeVar("Packed", LinearWeights, ExpertWeights)
-
-
-class PackedWeight(nnx.Variable[Packed]):
-    """Packed INT4 weights, a whole pytree; no ``nnx.Param``, so optimisers and ``nnx.grad`` pass it by."""
 
 
 @dataclasses.dataclass(frozen=True)

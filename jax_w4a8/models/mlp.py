@@ -7,8 +7,9 @@ from flax import nnx
 
 from jax_w4a8.experts.base import Activation
 from jax_w4a8.experts.xla import activate
-from jax_w4a8.models.layers import Linear, PackedWeight, QuantizedOptions
+from jax_w4a8.models.layers import Linear, QuantizedOptions
 from jax_w4a8.moe import moe
+from jax_w4a8.nnx import PackedWeight
 from jax_w4a8.routing import Routing
 from jax_w4a8.weights import ExpertWeights
 
