@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jax_w4a8.experts import gradients
 from jax_w4a8.experts.base import check_activation_scheme, check_tokens
 from jax_w4a8.oracle import resolve_backend
 from jax_w4a8.weights import LinearWeights
@@ -48,5 +49,5 @@ def linear(
     array = check_tokens(x, weights.in_features)
     rows = array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
     packed = jax.tree.map(jnp.asarray, weights)
-    y = resolve_backend(backend).linear(rows, packed, activation_scheme)
+    y = gradients.linear(resolve_backend(backend), rows, packed, activation_scheme)
     return y.reshape(*array.shape[:-1], weights.out_features)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_w4a8.experts import gradients
 from jax_w4a8.experts.base import (
     INPUT_DTYPES,
     Activation,
-    Backend,
     ExpertOptions,
     check_tokens,
 )
@@ -106,9 +106,9 @@ def fused_experts(
     weights = _check_router_weights(weights, ids.shape)
     k = ids.shape[-1]
     options = _options(activation, activation_scheme, apply_router_weight_on_input, k)
-    chosen: type[Backend] = resolve_backend(backend)
     tokens = math.prod(x.shape[:-1])
-    y = chosen.fused_experts(
+    y = gradients.fused_experts(
+        resolve_backend(backend),
         x.reshape(tokens, x.shape[-1]),
         weights.reshape(tokens, k),
         ids.reshape(tokens, k),
@@ -156,8 +156,13 @@ def apply_experts(
     tokens = math.prod(x.shape[:-1])
     if weights is not None:
         weights = _check_router_weights(weights, ids.shape).reshape(tokens, k)
-    slots = resolve_backend(backend).apply_experts(
-        x.reshape(tokens, x.shape[-1]), weights, ids.reshape(tokens, k), experts, options
+    slots = gradients.apply_experts(
+        resolve_backend(backend),
+        x.reshape(tokens, x.shape[-1]),
+        weights,
+        ids.reshape(tokens, k),
+        experts,
+        options,
     )
     return slots.reshape(*ids.shape, x.shape[-1])
 
@@ -192,8 +197,11 @@ def combine(
     weights = _check_router_weights(weights, array.shape[:-1])
     *lead, k, hidden = array.shape
     tokens = math.prod(lead)
-    y = resolve_backend(backend).combine(
-        array.reshape(tokens, k, hidden), weights.reshape(tokens, k), result_dtype
+    y = gradients.combine(
+        resolve_backend(backend),
+        array.reshape(tokens, k, hidden),
+        weights.reshape(tokens, k),
+        result_dtype,
     )
     return y.reshape(*lead, hidden)
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jax_w4a8 import ffi
 from jax_w4a8.experts.base import ACTIVATIONS, Backend, ExpertOptions
+from jax_w4a8.experts.batching import batch
 from jax_w4a8.experts.xla import XLAExperts
 from jax_w4a8.weights import ExpertWeights, LinearWeights
 
@@ -60,37 +60,12 @@ def _define(
     return primitive
 
 
-def _loop_over_batch(
-    primitive: Primitive, operands: Sequence[Any], dims: Sequence[Any], **params: Any
-) -> Any:
-    """Batches one element at a time; operands without a batch axis are shared, never copied."""
-    mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True) if d is not None]
-
-    def one(elements: list[jax.Array]) -> jax.Array:
-        rest = iter(elements)
-        full = [x if d is None else next(rest) for x, d in zip(operands, dims, strict=True)]
-        return primitive.bind(*full, **params)
-
-    return lax.map(one, mapped), 0
-
-
 def _batch_by_tokens(primitive: Primitive, token_operands: int) -> None:
-    """Registers the batching rule: a mapped batch of tokens is more tokens.
-
-    The first ``token_operands`` operands have a leading token axis; when another one is mapped, each element
-    of the batch needs weights of its own and gets a call of its own.
-    """
+    """Registers the batching rule; the first ``token_operands`` operands have a leading token axis."""
 
     def rule(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-        if any(d is not None for d in dims[token_operands:]):
-            return _loop_over_batch(primitive, operands, dims, **params)
-        size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
-        folded = []
-        for x, d in zip(operands[:token_operands], dims[:token_operands], strict=True):
-            x = jnp.moveaxis(x, d, 0) if d is not None else jnp.broadcast_to(x, (size, *x.shape))
-            folded.append(x.reshape(size * x.shape[1], *x.shape[2:]))
-        y = primitive.bind(*folded, *operands[token_operands:], **params)
-        return y.reshape(size, y.shape[0] // size, *y.shape[1:]), 0
+        by_token = [i < token_operands for i in range(len(operands))]
+        return batch(functools.partial(primitive.bind, **params), operands, dims, by_token)
 
     batching.primitive_batchers[primitive] = rule
 

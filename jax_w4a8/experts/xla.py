@@ -65,7 +65,7 @@ def _matmul(rows: QuantizedRows, weights: LinearWeights) -> jax.Array:
     """Rule 3 of the contract: float32 ``[M, 16 * NB]``, filled-up channels included."""
     groups = weights.codes.shape[1]
     width = weights.group_width
-    tensor, _ = unpack_linear(_without_filling(weights))
+    tensor, _ = unpack_linear(without_filling(weights))
     codes = tensor.codes.reshape(-1, groups, width)
     padding = groups * width - rows.codes.shape[-1]
     x = jnp.pad(rows.codes, ((0, 0), (0, padding))).reshape(-1, groups, width)
@@ -81,7 +81,7 @@ def _matmul(rows: QuantizedRows, weights: LinearWeights) -> jax.Array:
     return total * rows.scale[:, None] + weights.bias.reshape(-1)
 
 
-def _without_filling(weights: LinearWeights) -> LinearWeights:
+def without_filling(weights: LinearWeights) -> LinearWeights:
     """The same arrays, declared to be exactly as large as their blocks are."""
     blocks, groups, _ = weights.codes.shape
     return LinearWeights(
@@ -120,15 +120,26 @@ def _expert(x: jax.Array, experts: ExpertWeights, options: ExpertOptions) -> jax
     return _matmul(quantize_rows(inner, scheme), experts.w2)[:, : experts.hidden_size]
 
 
-class _Tiles(NamedTuple):
-    expert: jax.Array  # int32 [tiles]
-    slots: jax.Array  # int32 [tiles, M]; S where a tile has fewer than M slots
+class Tiles(NamedTuple):
+    """Slots in groups of at most M that go to one expert each.
+
+    ``expert`` int32 ``[tiles]``; ``slots`` int32 ``[tiles, M]``, S where a tile has fewer than M of them;
+    ``used`` int32, how many tiles, from the first on, have any.
+    """
+
+    expert: jax.Array
+    slots: jax.Array
+    used: jax.Array
 
 
-def _tile_slots(ids: jax.Array, num_experts: int) -> _Tiles:
-    """Groups valid slots of int32 ``[S]`` by expert; slots of other ids are in no tile."""
+def tile_height(slots: int, num_experts: int, largest: int) -> int:
+    """Rows of a tile for that many slots: about as many as an expert gets."""
+    return min(largest, 1 << max(0, slots // num_experts).bit_length())
+
+
+def tile_slots(ids: jax.Array, num_experts: int, height: int) -> Tiles:
+    """Groups valid slots of int32 ``[S]`` by expert, ascending; slots of other ids are in no tile."""
     total = ids.shape[0]
-    height = min(_TILE_ROWS, 1 << max(0, total // num_experts).bit_length())
     key = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     order = jnp.argsort(key, stable=True).astype(jnp.int32)
     count = jnp.bincount(key, length=num_experts + 1)[:num_experts]
@@ -141,7 +152,7 @@ def _tile_slots(ids: jax.Array, num_experts: int) -> _Tiles:
     within = (row < count[expert][:, None]) & (number < last_tile[-1])[:, None]
     position = jnp.where(within, first_slot[expert][:, None] + row, 0)
     slots = jnp.where(within, order[position], total)
-    return _Tiles(expert.astype(jnp.int32), slots.astype(jnp.int32))
+    return Tiles(expert.astype(jnp.int32), slots.astype(jnp.int32), last_tile[-1].astype(jnp.int32))
 
 
 # Compiled as wholes, so that calls outside jit compile once and give what calls inside do.
@@ -161,13 +172,14 @@ def _apply_experts(
     if weights is not None:
         rows = rows * weights
     flat = ids.reshape(-1)
-    tiles = _tile_slots(flat, experts.num_experts)
+    tiles = tile_slots(flat, experts.num_experts, tile_height(total, experts.num_experts, _TILE_ROWS))
 
-    def run_tile(tile: _Tiles) -> jax.Array:
-        one = jax.tree.map(lambda leaf: leaf[tile.expert], experts)
-        return _expert(rows[jnp.minimum(tile.slots, total - 1) // k], one, options)
+    def run_tile(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
+        expert, slots = tile
+        one = jax.tree.map(lambda leaf: leaf[expert], experts)
+        return _expert(rows[jnp.minimum(slots, total - 1) // k], one, options)
 
-    outputs = lax.map(run_tile, tiles)
+    outputs = lax.map(run_tile, (tiles.expert, tiles.slots))
     slots = jnp.zeros((total, experts.hidden_size), jnp.float32)
     slots = slots.at[tiles.slots.reshape(-1)].set(outputs.reshape(-1, experts.hidden_size), mode="drop")
     wrong = (flat < -1) | (flat >= experts.num_experts)

@@ -1,0 +1,219 @@
+"""Gradients of the float model: what the operations compute if no activation were quantised.
+
+Weights are dequantised tile by tile, as the pure-JAX backend unpacks them, and multiplied by XLA's own matrix
+products, which use all threads. At most one expert's weights are float at any time; experts without tokens
+cost nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_w4a8.experts.base import ExpertOptions
+from jax_w4a8.experts.xla import activate, tile_height, tile_slots, without_filling
+from jax_w4a8.weights import BLOCK_CHANNELS, ExpertWeights, LinearWeights, unpack_linear
+
+_HIGHEST = lax.Precision.HIGHEST
+_TILE_ROWS = 256
+#: Float weights of a linear map that are alive at a time.
+_CHUNK_WEIGHTS = 1 << 22
+
+Gradients = dict[str, jax.Array]
+
+
+def _dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
+    """float32 product of two matrices that contracts one axis of each."""
+    return lax.dot_general(a, b, (((axes[0],), (axes[1],)), ((), ())), precision=_HIGHEST)
+
+
+class _Dequantized:
+    """The float weights of one matrix, filling included: float32 ``[16 * NB, G * width]``."""
+
+    def __init__(self, weights: LinearWeights) -> None:
+        tensor, self.bias = unpack_linear(without_filling(weights))
+        self._codes = tensor.codes
+        self._packed_scale = weights.scale
+        self.values = tensor.dequantize()
+
+    def scale_gradient(self, gradient: jax.Array) -> jax.Array:
+        """``[NB, G, 16]`` from the gradient of ``values``."""
+        groups = self._packed_scale.shape[-2]
+        products = gradient * self._codes.astype(jnp.float32)
+        sums = products.reshape(-1, BLOCK_CHANNELS, groups, products.shape[1] // groups).sum(axis=-1)
+        return jnp.swapaxes(sums, -1, -2)
+
+
+def _fill(x: jax.Array, columns: int) -> jax.Array:
+    return jnp.pad(x, ((0, 0), (0, columns - x.shape[1])))
+
+
+def _split_sides(hidden: jax.Array, intermediate: int) -> tuple[jax.Array, jax.Array]:
+    """Gate and up ``[M, I]`` out of alternating blocks."""
+    pairs = hidden.reshape(hidden.shape[0], -1, 2, BLOCK_CHANNELS)
+    gate, up = (pairs[:, :, side].reshape(hidden.shape[0], -1)[:, :intermediate] for side in (0, 1))
+    return gate, up
+
+
+def _join_sides(gate: jax.Array, up: jax.Array, columns: int) -> jax.Array:
+    """The inverse of :func:`_split_sides`, zeros in the filling."""
+    sides = [_fill(side, columns // 2).reshape(gate.shape[0], -1, BLOCK_CHANNELS) for side in (gate, up)]
+    return jnp.stack(sides, axis=2).reshape(gate.shape[0], columns)
+
+
+def experts_gradients(
+    cotangent: jax.Array,
+    x: jax.Array,
+    weights: jax.Array | None,
+    ids: jax.Array,
+    experts: ExpertWeights,
+    options: ExpertOptions,
+    wanted: Collection[str],
+) -> Gradients:
+    """Gradients of the expert call.
+
+    Args:
+      cotangent: of the combined output, ``[T, H]``, or of the slots, ``[T, k, H]``.
+      x, weights, ids, experts, options: the call's. ``weights`` may be None where slots are not weighted.
+      wanted: of ``x``, ``weights``, ``w13.scale``, ``w13.bias``, ``w2.scale``, ``w2.bias``.
+
+    Returns:
+      float32 arrays of the operands' shapes.
+    """
+    tokens, k = ids.shape
+    total = tokens * k
+    combined = cotangent.ndim == 2
+    on_input = options.apply_router_weight_on_input
+    operands = {"x": x, "weights": weights}
+    operands |= {
+        f"{side}.{part}": getattr(getattr(experts, side), part)
+        for side in ("w13", "w2")
+        for part in ("scale", "bias")
+    }
+    # Made of x, so that they vary over the same axes of a mesh inside shard_map.
+    zeros = {name: jnp.zeros_like(x, shape=operands[name].shape, dtype=jnp.float32) for name in wanted}
+    if total == 0:
+        return zeros
+    if "weights" in wanted:
+        zeros["weights"] = zeros["weights"].reshape(total)
+    flat_ids = ids.reshape(-1)
+    height = tile_height(total, experts.num_experts, _TILE_ROWS)
+    tiles = tile_slots(flat_ids, experts.num_experts, height)
+
+    def add_tile(number: Any, gradients: Gradients) -> Gradients:
+        expert, slots = tiles.expert[number], tiles.slots[number]
+        valid = (slots < total)[:, None]
+        slot = jnp.minimum(slots, total - 1)
+        token = slot // k
+        rows = jnp.where(valid, x[token].astype(jnp.float32), 0)
+        out = cotangent[token] if combined else cotangent.reshape(total, -1)[slot]
+        out = jnp.where(valid, out.astype(jnp.float32), 0)
+        ones = jnp.ones_like(rows, shape=(height, 1))
+        factor = ones if weights is None else jnp.where(valid, weights.reshape(-1)[slot][:, None], 1)
+        inner_factor, outer_factor = (factor, ones) if on_input else (ones, factor if combined else ones)
+
+        one = jax.tree.map(lambda leaf: leaf[expert], experts)
+        w13 = _Dequantized(one.w13)
+        inputs = _fill(rows * inner_factor, w13.values.shape[1])
+        hidden = _dot(inputs, w13.values, (1, 1)) + w13.bias
+        inner, pull_back = jax.vjp(
+            functools.partial(activate, activation=options.activation),
+            *_split_sides(hidden, experts.intermediate_size),
+        )
+        w2 = _Dequantized(one.w2)
+        outputs = _fill(out, w2.values.shape[0])
+        to_inner = _dot(outputs, w2.values, (1, 0))[:, : inner.shape[1]]
+        to_hidden = _join_sides(*pull_back(to_inner * outer_factor), columns=hidden.shape[1])
+        to_inputs = _dot(to_hidden, w13.values, (1, 0))[:, : rows.shape[1]]
+
+        dropped = jnp.where(valid[:, 0], token, tokens)
+        parts: dict[str, Any] = {
+            "x": lambda g: g.at[dropped].add(to_inputs * inner_factor, mode="drop"),
+            "weights": lambda g: g.at[slots].set(
+                (to_inputs * rows).sum(-1)
+                if on_input
+                else (to_inner * inner).sum(-1) + (outputs * w2.bias).sum(-1),
+                mode="drop",
+            ),
+            "w13.bias": lambda g: g.at[expert].add(to_hidden.sum(0).reshape(g.shape[1:])),
+            "w2.bias": lambda g: g.at[expert].add((outputs * outer_factor).sum(0).reshape(g.shape[1:])),
+            "w13.scale": lambda g: g.at[expert].add(w13.scale_gradient(_dot(to_hidden, inputs, (0, 0)))),
+            "w2.scale": lambda g: g.at[expert].add(
+                w2.scale_gradient(
+                    _dot(outputs * outer_factor, _fill(inner, w2.values.shape[1]), (0, 0)),
+                )
+            ),
+        }
+        return {name: parts[name](gradient) for name, gradient in gradients.items()}
+
+    gradients = lax.fori_loop(0, tiles.used, add_tile, zeros)
+    wrong = ((flat_ids < -1) | (flat_ids >= experts.num_experts)).reshape(tokens, k)
+    if "x" in wanted:
+        gradients["x"] = jnp.where(wrong.any(axis=1, keepdims=True), jnp.nan, gradients["x"])
+    if "weights" in wanted:
+        gradients["weights"] = jnp.where(wrong, jnp.nan, gradients["weights"].reshape(tokens, k))
+    return gradients
+
+
+def combine_gradients(
+    cotangent: jax.Array, slots: jax.Array, weights: jax.Array, wanted: Collection[str]
+) -> Gradients:
+    """Gradients of the combine with respect to ``slots`` and ``weights``."""
+    rows = cotangent.astype(jnp.float32)[:, None]
+    gradients = {}
+    if "slots" in wanted:
+        gradients["slots"] = rows * weights[..., None]
+    if "weights" in wanted:
+        gradients["weights"] = (rows * slots).sum(axis=-1)
+    return gradients
+
+
+def linear_gradients(
+    cotangent: jax.Array, x: jax.Array, weights: LinearWeights, wanted: Collection[str]
+) -> Gradients:
+    """Gradients of the dense linear with respect to ``x``, ``scale`` and ``bias``.
+
+    Chunks of output channels are dequantised one after another; the last one overlaps the one before it if
+    they don't come out even, and then takes part with its new channels alone.
+    """
+    blocks, groups, _ = weights.codes.shape
+    columns = groups * weights.group_width
+    chunk = min(blocks, max(1, _CHUNK_WEIGHTS // (BLOCK_CHANNELS * columns)))
+    out = _fill(cotangent.astype(jnp.float32), blocks * BLOCK_CHANNELS)
+    rows = x.astype(jnp.float32)
+    parts = {"x": x, "scale": weights.scale}
+    zeros = {
+        name: jnp.zeros_like(x, shape=parts[name].shape, dtype=jnp.float32)
+        for name in wanted
+        if name != "bias"
+    }
+
+    def add_chunk(number: Any, gradients: Gradients) -> Gradients:
+        start = jnp.minimum(number * chunk, blocks - chunk)
+        one = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, chunk, 0), weights)
+        dequantized = _Dequantized(one)
+        width = chunk * BLOCK_CHANNELS
+        outputs = lax.dynamic_slice_in_dim(out, start * BLOCK_CHANNELS, width, 1)
+        channel = start * BLOCK_CHANNELS + jnp.arange(width)
+        outputs = jnp.where(channel >= number * width, outputs, 0)
+        if "x" in gradients:
+            product = _dot(outputs, dequantized.values, (1, 0))[:, : rows.shape[1]]
+            gradients |= {"x": gradients["x"] + product}
+        if "scale" in gradients:
+            product = dequantized.scale_gradient(_dot(outputs, _fill(rows, columns), (0, 0)))
+            before = lax.dynamic_slice_in_dim(gradients["scale"], start, chunk, 0)
+            gradients |= {
+                "scale": lax.dynamic_update_slice_in_dim(gradients["scale"], before + product, start, 0)
+            }
+        return gradients
+
+    result = dict(lax.fori_loop(0, math.ceil(blocks / chunk), add_chunk, zeros)) if zeros else {}
+    if "bias" in wanted:
+        result["bias"] = out.sum(axis=0).reshape(weights.bias.shape)
+    return result
