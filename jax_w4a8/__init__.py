@@ -23,6 +23,7 @@ from jax_w4a8.linear import linear
 from jax_w4a8.moe import apply_experts, combine, fused_experts, moe
 from jax_w4a8.oracle import MoEConfig, W4A8Int8MoeBackend, explain, select_w4a8_int8_moe_backend
 from jax_w4a8.quantization import GroupShape, QuantizedTensor, QuantKey, dequantize, quantize
+from jax_w4a8.ragged import ragged_dot
 from jax_w4a8.routing import Routing, route
 from jax_w4a8.weights import (
     ExpertWeights,
@@ -59,6 +60,7 @@ __all__ = [
     "pack_experts",
     "pack_linear",
     "quantize",
+    "ragged_dot",
     "release_scratch",
     "route",
     "select_w4a8_int8_moe_backend",

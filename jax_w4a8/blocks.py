@@ -12,7 +12,7 @@ from jax import lax
 
 from jax_w4a8.experts.base import Activation, check_tokens
 from jax_w4a8.moe import fused_experts, moe
-from jax_w4a8.quantization import CHANNELWISE, QuantizedTensor, quantize
+from jax_w4a8.quantization import CHANNELWISE, QuantizedTensor, normalize_group_size, quantize
 from jax_w4a8.routing import Routing
 from jax_w4a8.weights import (
     BLOCK_CHANNELS,
@@ -141,13 +141,21 @@ def with_bias(weights: LinearWeights, bias: jax.Array | None) -> LinearWeights:
     return dataclasses.replace(weights, bias=padded.reshape(*bias.shape[:-1], blocks, BLOCK_CHANNELS))
 
 
-def quantize_for(weights: Any, group_size: int | None, scale_dtype: Any = None) -> QuantizedTensor:
-    """As :func:`jax_w4a8.quantize`, for layers of any width: a group that would hold all inputs and more is
-    channel-wise, which needs no filling up.
+def layer_group_size(group_size: int | None, in_features: int) -> int:
+    """The group size of a layer in a model whose layers are of all widths: a group that would hold all inputs
+    and more is channel-wise (-1), which needs no filling up.
+
+    Raises:
+      ValueError: as :func:`jax_w4a8.quantize`.
     """
-    if group_size is not None and group_size > weights.shape[-1]:
-        group_size = CHANNELWISE
-    return quantize(weights, group_size, scale_dtype=scale_dtype)
+    if group_size is not None and group_size > in_features:
+        return CHANNELWISE
+    return normalize_group_size(group_size, in_features)
+
+
+def quantize_for(weights: Any, group_size: int | None, scale_dtype: Any = None) -> QuantizedTensor:
+    """As :func:`jax_w4a8.quantize`, with the group size of :func:`layer_group_size`."""
+    return quantize(weights, layer_group_size(group_size, weights.shape[-1]), scale_dtype=scale_dtype)
 
 
 def random_linear(
