@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -158,6 +159,8 @@ def quantize_for(weights: Any, group_size: int | None, scale_dtype: Any = None) 
     return quantize(weights, layer_group_size(group_size, weights.shape[-1]), scale_dtype=scale_dtype)
 
 
+# Compiled as wholes: as single operations they would be dozens of small programs.
+@functools.partial(jax.jit, static_argnames=("in_features", "out_features", "group_size"))
 def random_linear(
     key: jax.Array, in_features: int, out_features: int, group_size: int | None
 ) -> LinearWeights:
@@ -165,6 +168,9 @@ def random_linear(
     return pack_linear(quantize_for(_lecun(key, (out_features, in_features)), group_size))
 
 
+@functools.partial(
+    jax.jit, static_argnames=("num_experts", "hidden_size", "intermediate_size", "group_size")
+)
 def random_experts(
     key: jax.Array, num_experts: int, hidden_size: int, intermediate_size: int, group_size: int | None
 ) -> ExpertWeights:

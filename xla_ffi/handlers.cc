@@ -328,8 +328,8 @@ int64_t LinearWork(const LinearCall& call) {
 Error Linear(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer codes, AnyBuffer scale,
              AnyBuffer scaled_sum, AnyBuffer bias, bool symmetric, ffi::Result<AnyBuffer> y) {
   LinearCall call = {};
-  JAX_W4A8_RETURN_IF_ERROR(DecodeLinear(x, {"weights", codes, scale, scaled_sum, bias}, kAnySize,
-                                        symmetric, *y, &call));
+  JAX_W4A8_RETURN_IF_ERROR(
+      DecodeLinear(x, {"weights", codes, scale, scaled_sum, bias}, kAnySize, symmetric, *y, &call));
   return WithTeam(pool, LinearWork(call), [&](Team& team) {
     return RunLinear(call, ActiveKernels(), team) ? Error::Success() : OutOfMemory();
   });
