@@ -168,9 +168,7 @@ def random_linear(
     return pack_linear(quantize_for(_lecun(key, (out_features, in_features)), group_size))
 
 
-@functools.partial(
-    jax.jit, static_argnames=("num_experts", "hidden_size", "intermediate_size", "group_size")
-)
+@functools.partial(jax.jit, static_argnames=("num_experts", "hidden_size", "intermediate_size", "group_size"))
 def random_experts(
     key: jax.Array, num_experts: int, hidden_size: int, intermediate_size: int, group_size: int | None
 ) -> ExpertWeights:

@@ -88,9 +88,7 @@ def experts_from_qarrays(
     axes = {"in_axis": in_axis, "out_axis": out_axis}
     first, second = from_qarray(gate, **axes, name="gate"), from_qarray(up, **axes, name="up")
     if (first.group_size, first.scale.dtype) != (second.group_size, second.scale.dtype):
-        raise ValueError(
-            f"gate and up must have one scheme, got {first.key()} and {second.key()}"
-        )
+        raise ValueError(f"gate and up must have one scheme, got {first.key()} and {second.key()}")
     w13 = QuantizedTensor(
         jnp.concatenate([first.codes, second.codes], axis=-2),
         jnp.concatenate([first.scale, second.scale], axis=-2),

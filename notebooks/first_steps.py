@@ -116,16 +116,18 @@ left.legend()
 bins = np.linspace(0, max(error.max() for error in errors.values()), 40)
 for (name, error), style in zip(errors.items(), ({"alpha": 0.5}, {"histtype": "step", "linewidth": 2})):
     right.hist(error, bins, label=name, **style)
+added = float(np.median(activations_only))
+right.axvline(added, color="tab:green", label=f"what the activations add: {added:.3f}")
 right.set(
     xlabel="relative error of a token's output", ylabel="tokens", title="Almost all of the error is INT4's"
 )
-right.legend(loc="upper left")
+right.legend(loc="upper center")
 plt.show()
 
 # %% [markdown]
 # ## The same bits, always
 #
-# A token's result does not depend on the batch around it, on the number of threads, or on the instruction set.
+# A token's result does not depend on the batch around it, the number of threads, or the instruction set.
 
 # %%
 alone = jnp.concatenate([layer(x[i : i + 1], router_logits[i : i + 1], experts) for i in range(8)])

@@ -239,9 +239,7 @@ assert float(evaluate(restored, test_set)) == quantized_loss
 packed_before = jax.tree.map(np.asarray, quantized.blocks[0].moe.experts.get_value())
 train(quantized, 60, 1e-3, seed=1)
 tuned_loss = float(evaluate(quantized, test_set))
-print(
-    f"test loss: float32 {float_loss:.4f}, W4A8 {quantized_loss:.4f}, tuned around INT4 weights {tuned_loss:.4f}"
-)
+print(f"test loss: float32 {float_loss:.4f}, W4A8 {quantized_loss:.4f}, tuned around it {tuned_loss:.4f}")
 packed_after = quantized.blocks[0].moe.experts.get_value()
 assert all(jax.tree.leaves(jax.tree.map(np.array_equal, packed_before, packed_after)))
 assert tuned_loss < quantized_loss

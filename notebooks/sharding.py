@@ -76,9 +76,7 @@ for name, sharding in ways.items():
     y = np.asarray(layer(x, logits, placed, routing=routing, sharding=sharding))
     held[name] = bytes_by_device(placed)
     difference[name] = np.linalg.norm(y - alone) / np.linalg.norm(alone)
-    print(
-        f"{name:22} {held[name].max() / 2**20:.2f} MiB a device, differs from one device by {difference[name]:.1e}"
-    )
+    print(f"{name:22} {held[name].max() / 2**20:.2f} MiB a device, off by {difference[name]:.1e}")
 
 whole = sum(leaf.nbytes for leaf in jax.tree.leaves(experts))
 assert held["expert x 8"].max() <= whole / 8

@@ -2,9 +2,11 @@
 
 import doctest
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -67,9 +69,20 @@ def test_qwix_example_runs():
 
 @pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page)], ids=lambda page: page.stem)
 def test_code_of_a_page_runs(page):
-    """All blocks of a page in turn, as a reader would type them."""
+    """All blocks of a page in turn, as a reader would type them.
+
+    A page whose code needs a process of its own, as with eight devices, says so in a comment:
+    ``<!-- environment: JAX_NUM_CPU_DEVICES=8 -->``.
+    """
     for module in NEEDS.get(page.stem, ()):
         pytest.importorskip(module)
+    environment = re.search(r"<!-- environment: (.*?) -->", page.read_text())
+    if environment:
+        variables = dict(pair.split("=", 1) for pair in environment[1].split())
+        command = [sys.executable, "-c", "\n".join(_blocks(page))]
+        done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return
     namespace: dict = {"__name__": page.stem}
     for number, block in enumerate(_blocks(page)):
         exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)

@@ -82,7 +82,7 @@ class EinsumMoE(nnx.Module):
         return jnp.sum(chosen * weights[..., None], axis=1)
 
 
-@pytest.mark.filterwarnings("ignore:The 'm.iter_modules:DeprecationWarning")  # qwix's
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # qwix calls what Flax deprecates
 @pytest.mark.parametrize("tile", [None, 32])
 def test_the_experts_of_a_qwix_model_run_on_our_kernels(tile):
     x = _kernel(12, H, seed=5)

@@ -113,7 +113,8 @@ def _flow(top: int) -> list[str]:
         parts.append(_text(middle, y + 35, where, 11, text_anchor="middle", fill="#444"))
         if number + 1 < len(FLOW):
             parts.append(
-                f"<path d='M{middle} {y + height} v14' stroke='#333' stroke-width='1.5' marker-end='url(#tip)'/>"
+                f"<path d='M{middle} {y + height} v14' stroke='#333' stroke-width='1.5'"
+                " marker-end='url(#tip)'/>"
             )
         y += height + 20
     return parts
