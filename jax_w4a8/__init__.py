@@ -25,6 +25,7 @@ from jax_w4a8.oracle import MoEConfig, W4A8Int8MoeBackend, explain, select_w4a8_
 from jax_w4a8.quantization import GroupShape, QuantizedTensor, QuantKey, dequantize, quantize
 from jax_w4a8.ragged import ragged_dot
 from jax_w4a8.routing import Routing, route
+from jax_w4a8.trainable import trainable_parts, with_trainable_parts
 from jax_w4a8.weights import (
     ExpertWeights,
     LinearWeights,
@@ -66,7 +67,9 @@ __all__ = [
     "select_w4a8_int8_moe_backend",
     "set_instruction_set",
     "thread_limit",
+    "trainable_parts",
     "unpack_experts",
     "unpack_linear",
     "using_instruction_set",
+    "with_trainable_parts",
 ]

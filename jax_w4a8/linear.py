@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_w4a8.experts import gradients
 from jax_w4a8.experts.base import check_activation_scheme, check_tokens
+from jax_w4a8.experts.gradients import call_linear
 from jax_w4a8.oracle import resolve_backend
 from jax_w4a8.weights import LinearWeights
 
@@ -30,7 +30,7 @@ def linear(
       backend: ``auto``, ``cpu_int4`` (native) or ``xla`` (pure JAX).
 
     Returns:
-      ``[..., N]`` in the dtype of ``x``.
+      ``[..., N]`` in the dtype of ``x``; differentiable in reverse mode, as docs/transforms.md says.
 
     Raises:
       TypeError, ValueError: an argument has the wrong type, dtype, shape or value, or the backend asked for
@@ -49,5 +49,5 @@ def linear(
     array = check_tokens(x, weights.in_features)
     rows = array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
     packed = jax.tree.map(jnp.asarray, weights)
-    y = gradients.linear(resolve_backend(backend), rows, packed, activation_scheme)
+    y = call_linear(resolve_backend(backend), rows, packed, activation_scheme)
     return y.reshape(*array.shape[:-1], weights.out_features)

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_w4a8.experts import gradients
 from jax_w4a8.experts.base import (
     INPUT_DTYPES,
     Activation,
     ExpertOptions,
     check_tokens,
 )
+from jax_w4a8.experts.gradients import call_apply_experts, call_combine, call_fused_experts
 from jax_w4a8.oracle import resolve_backend
 from jax_w4a8.routing import Routing, route
 from jax_w4a8.weights import ExpertWeights
@@ -92,7 +92,8 @@ def fused_experts(
       backend: ``auto``, ``cpu_int4`` (native) or ``xla`` (pure JAX).
 
     Returns:
-      ``[..., H]`` in the dtype of ``x``.
+      ``[..., H]`` in the dtype of ``x``. Reverse mode differentiates it with respect to x, weights, and the
+      biases and scales of ``experts``, by the straight-through rule of docs/transforms.md.
 
     Raises:
       TypeError, ValueError: an argument has the wrong type, dtype, shape or value, or the backend asked for
@@ -107,7 +108,7 @@ def fused_experts(
     k = ids.shape[-1]
     options = _options(activation, activation_scheme, apply_router_weight_on_input, k)
     tokens = math.prod(x.shape[:-1])
-    y = gradients.fused_experts(
+    y = call_fused_experts(
         resolve_backend(backend),
         x.reshape(tokens, x.shape[-1]),
         weights.reshape(tokens, k),
@@ -156,7 +157,7 @@ def apply_experts(
     tokens = math.prod(x.shape[:-1])
     if weights is not None:
         weights = _check_router_weights(weights, ids.shape).reshape(tokens, k)
-    slots = gradients.apply_experts(
+    slots = call_apply_experts(
         resolve_backend(backend),
         x.reshape(tokens, x.shape[-1]),
         weights,
@@ -197,7 +198,7 @@ def combine(
     weights = _check_router_weights(weights, array.shape[:-1])
     *lead, k, hidden = array.shape
     tokens = math.prod(lead)
-    y = gradients.combine(
+    y = call_combine(
         resolve_backend(backend),
         array.reshape(tokens, k, hidden),
         weights.reshape(tokens, k),

@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_w4a8.experts.base import check_activation_scheme, check_tokens
-from jax_w4a8.experts.gradients import grouped_linear
+from jax_w4a8.experts.gradients import call_grouped_linear
 from jax_w4a8.oracle import resolve_backend
 from jax_w4a8.weights import LinearWeights
 
@@ -54,7 +54,7 @@ def ragged_dot(
         raise ValueError(f"lhs must have shape [M, {rhs.in_features}], got {rows.shape}")
     ids = _ids(_check_sizes(group_sizes, stack, rows.shape[0]), rows.shape[0])
     packed = jax.tree.map(jnp.asarray, rhs)
-    return grouped_linear(resolve_backend(backend), rows, ids, packed, activation_scheme)
+    return call_grouped_linear(resolve_backend(backend), rows, ids, packed, activation_scheme)
 
 
 def _check_sizes(group_sizes: ArrayLike, stack: int, rows: int) -> jax.Array:

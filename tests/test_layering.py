@@ -14,6 +14,7 @@ ORDER = (
     ("quantization",),
     ("buffers",),
     ("weights",),
+    ("trainable",),
     ("routing",),
     ("ffi",),
     ("experts.base",),

@@ -1,8 +1,9 @@
 """Gradients of the float model: what the operations compute if no activation were quantised.
 
-Weights are dequantised tile by tile, as the pure-JAX backend unpacks them, and multiplied by XLA's own matrix
-products, which use all threads. At most one expert's weights are float at any time; experts without tokens
-cost nothing.
+Slots are sorted by expert and cut into tiles, as in the pure-JAX backend. A loop over the tiles that hold any
+dequantises one expert's weights and leaves the matrix products to XLA, which gives them all threads. So one
+expert's weights are float at any time (and as much again of products, where scales have gradients), and
+experts without tokens cost nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,88 @@ def _join_sides(gate: jax.Array, up: jax.Array, columns: int) -> jax.Array:
     return jnp.stack(sides, axis=2).reshape(gate.shape[0], columns)
 
 
+class _Tile(NamedTuple):
+    """Slots of one expert, gathered; rows beyond them are zero.
+
+    ``slots`` and ``tokens`` int32 ``[M]`` are S and T for those. ``x`` and ``cotangent`` are float32
+    ``[M, H]``; ``on_input`` and ``on_output`` float32 ``[M, 1]``: router weights on the side that they
+    multiply, ones on the other.
+    """
+
+    slots: jax.Array
+    tokens: jax.Array
+    x: jax.Array
+    cotangent: jax.Array
+    on_input: jax.Array
+    on_output: jax.Array
+
+
+def _gather(
+    slots: jax.Array,
+    cotangent: jax.Array,
+    x: jax.Array,
+    weights: jax.Array | None,
+    k: int,
+    options: ExpertOptions,
+) -> _Tile:
+    tokens = x.shape[0]
+    valid = (slots < tokens * k)[:, None]
+    slot = jnp.minimum(slots, tokens * k - 1)
+    token = slot // k
+    combined = cotangent.ndim == 2
+    out = cotangent[token] if combined else cotangent.reshape(tokens * k, -1)[slot]
+    rows = jnp.where(valid, x[token].astype(jnp.float32), 0)
+    ones = jnp.ones_like(rows, shape=(slots.shape[0], 1))
+    factor = ones if weights is None else jnp.where(valid, weights.reshape(-1)[slot][:, None], 1)
+    on_input = options.apply_router_weight_on_input
+    return _Tile(
+        slots=slots,
+        tokens=jnp.where(valid[:, 0], token, tokens),
+        x=rows,
+        cotangent=jnp.where(valid, out.astype(jnp.float32), 0),
+        on_input=factor if on_input else ones,
+        on_output=factor if combined and not on_input else ones,
+    )
+
+
+def _tile_gradients(
+    tile: _Tile, expert: ExpertWeights, options: ExpertOptions, wanted: Collection[str]
+) -> Gradients:
+    """What a tile of one expert (leaves without the E axis) adds to each gradient wanted."""
+    w13 = _Dequantized(expert.w13)
+    inputs = _fill(tile.x * tile.on_input, w13.values.shape[1])
+    hidden = _dot(inputs, w13.values, (1, 1)) + w13.bias
+    inner, pull_back = jax.vjp(
+        functools.partial(activate, activation=options.activation),
+        *_split_sides(hidden, expert.intermediate_size),
+    )
+    w2 = _Dequantized(expert.w2)
+    outputs = _fill(tile.cotangent, w2.values.shape[0])
+    weighted = outputs * tile.on_output
+    to_inner = _dot(outputs, w2.values, (1, 0))[:, : inner.shape[1]]
+    gate, up = pull_back(to_inner * tile.on_output)
+    to_hidden = _join_sides(gate, up, hidden.shape[1])
+    to_inputs = _dot(to_hidden, w13.values, (1, 0))[:, : tile.x.shape[1]]
+
+    added: Gradients = {}
+    if "x" in wanted:
+        added["x"] = to_inputs * tile.on_input
+    if "weights" in wanted and options.apply_router_weight_on_input:
+        added["weights"] = (to_inputs * tile.x).sum(axis=-1)
+    elif "weights" in wanted:  # the slot's output times its cotangent, by way of what is there already
+        added["weights"] = (to_inner * inner).sum(axis=-1) + (outputs * w2.bias).sum(axis=-1)
+    if "w13.bias" in wanted:
+        added["w13.bias"] = to_hidden.sum(axis=0)
+    if "w2.bias" in wanted:
+        added["w2.bias"] = weighted.sum(axis=0)
+    if "w13.scale" in wanted:
+        added["w13.scale"] = w13.scale_gradient(_dot(to_hidden, inputs, (0, 0)))
+    if "w2.scale" in wanted:
+        products = _dot(weighted, _fill(inner, w2.values.shape[1]), (0, 0))
+        added["w2.scale"] = w2.scale_gradient(products)
+    return added
+
+
 def experts_gradients(
     cotangent: jax.Array,
     x: jax.Array,
@@ -86,78 +169,35 @@ def experts_gradients(
     Returns:
       float32 arrays of the operands' shapes.
     """
-    tokens, k = ids.shape
-    total = tokens * k
-    combined = cotangent.ndim == 2
-    on_input = options.apply_router_weight_on_input
-    operands = {"x": x, "weights": weights}
-    operands |= {
-        f"{side}.{part}": getattr(getattr(experts, side), part)
-        for side in ("w13", "w2")
-        for part in ("scale", "bias")
-    }
+    k, num_experts = ids.shape[1], experts.num_experts
+    shapes: dict[str, tuple[int, ...]] = {"x": x.shape, "weights": (ids.size,)}
+    for side, linear in (("w13", experts.w13), ("w2", experts.w2)):
+        shapes |= {f"{side}.scale": linear.scale.shape, f"{side}.bias": linear.bias.shape}
     # Made of x, so that they vary over the same axes of a mesh inside shard_map.
-    zeros = {name: jnp.zeros_like(x, shape=operands[name].shape, dtype=jnp.float32) for name in wanted}
-    if total == 0:
-        return zeros
-    if "weights" in wanted:
-        zeros["weights"] = zeros["weights"].reshape(total)
-    flat_ids = ids.reshape(-1)
-    height = tile_height(total, experts.num_experts, _TILE_ROWS)
-    tiles = tile_slots(flat_ids, experts.num_experts, height)
+    gradients = {name: jnp.zeros_like(x, shape=shapes[name], dtype=jnp.float32) for name in wanted}
+    if ids.size:
+        height = tile_height(ids.size, num_experts, _TILE_ROWS)
+        tiles = tile_slots(ids.reshape(-1), num_experts, height)
 
-    def add_tile(number: Any, gradients: Gradients) -> Gradients:
-        expert, slots = tiles.expert[number], tiles.slots[number]
-        valid = (slots < total)[:, None]
-        slot = jnp.minimum(slots, total - 1)
-        token = slot // k
-        rows = jnp.where(valid, x[token].astype(jnp.float32), 0)
-        out = cotangent[token] if combined else cotangent.reshape(total, -1)[slot]
-        out = jnp.where(valid, out.astype(jnp.float32), 0)
-        ones = jnp.ones_like(rows, shape=(height, 1))
-        factor = ones if weights is None else jnp.where(valid, weights.reshape(-1)[slot][:, None], 1)
-        inner_factor, outer_factor = (factor, ones) if on_input else (ones, factor if combined else ones)
+        def add_tile(number: Any, gradients: Gradients) -> Gradients:
+            expert = tiles.expert[number]
+            one = jax.tree.map(lambda leaf: leaf[expert], experts)
+            tile = _gather(tiles.slots[number], cotangent, x, weights, k, options)
+            added = _tile_gradients(tile, one, options, wanted)
+            rows = {"x": tile.tokens, "weights": tile.slots}
+            return {
+                name: total.at[rows[name]].add(added[name], mode="drop")
+                if name in rows
+                else total.at[expert].add(added[name].reshape(total.shape[1:]))
+                for name, total in gradients.items()
+            }
 
-        one = jax.tree.map(lambda leaf: leaf[expert], experts)
-        w13 = _Dequantized(one.w13)
-        inputs = _fill(rows * inner_factor, w13.values.shape[1])
-        hidden = _dot(inputs, w13.values, (1, 1)) + w13.bias
-        inner, pull_back = jax.vjp(
-            functools.partial(activate, activation=options.activation),
-            *_split_sides(hidden, experts.intermediate_size),
-        )
-        w2 = _Dequantized(one.w2)
-        outputs = _fill(out, w2.values.shape[0])
-        to_inner = _dot(outputs, w2.values, (1, 0))[:, : inner.shape[1]]
-        to_hidden = _join_sides(*pull_back(to_inner * outer_factor), columns=hidden.shape[1])
-        to_inputs = _dot(to_hidden, w13.values, (1, 0))[:, : rows.shape[1]]
-
-        dropped = jnp.where(valid[:, 0], token, tokens)
-        parts: dict[str, Any] = {
-            "x": lambda g: g.at[dropped].add(to_inputs * inner_factor, mode="drop"),
-            "weights": lambda g: g.at[slots].set(
-                (to_inputs * rows).sum(-1)
-                if on_input
-                else (to_inner * inner).sum(-1) + (outputs * w2.bias).sum(-1),
-                mode="drop",
-            ),
-            "w13.bias": lambda g: g.at[expert].add(to_hidden.sum(0).reshape(g.shape[1:])),
-            "w2.bias": lambda g: g.at[expert].add((outputs * outer_factor).sum(0).reshape(g.shape[1:])),
-            "w13.scale": lambda g: g.at[expert].add(w13.scale_gradient(_dot(to_hidden, inputs, (0, 0)))),
-            "w2.scale": lambda g: g.at[expert].add(
-                w2.scale_gradient(
-                    _dot(outputs * outer_factor, _fill(inner, w2.values.shape[1]), (0, 0)),
-                )
-            ),
-        }
-        return {name: parts[name](gradient) for name, gradient in gradients.items()}
-
-    gradients = lax.fori_loop(0, tiles.used, add_tile, zeros)
-    wrong = ((flat_ids < -1) | (flat_ids >= experts.num_experts)).reshape(tokens, k)
+        gradients = lax.fori_loop(0, tiles.used, add_tile, gradients)
+    wrong = (ids < -1) | (ids >= num_experts)
     if "x" in wanted:
         gradients["x"] = jnp.where(wrong.any(axis=1, keepdims=True), jnp.nan, gradients["x"])
     if "weights" in wanted:
-        gradients["weights"] = jnp.where(wrong, jnp.nan, gradients["weights"].reshape(tokens, k))
+        gradients["weights"] = jnp.where(wrong, jnp.nan, gradients["weights"].reshape(ids.shape))
     return gradients
 
 

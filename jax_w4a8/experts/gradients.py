@@ -35,8 +35,8 @@ from jax_w4a8.experts.batching import batch
 from jax_w4a8.weights import ExpertWeights, LinearWeights
 
 _NO_FORWARD_MODE = (
-    "jax_w4a8 operations have no forward-mode derivative (jax.jvp, jax.jacfwd, jax.linearize): their rule for "
-    "quantised activations is a reverse-mode one. Use jax.grad, jax.vjp or jax.jacrev, or put "
+    "jax_w4a8 operations have no forward-mode derivative (jax.jvp, jax.jacfwd, jax.linearize): the rule for "
+    "their quantised activations is a reverse-mode one. Use jax.grad, jax.vjp or jax.jacrev, or put "
     "jax.lax.stop_gradient around the operation's inputs"
 )
 _NO_SECOND_DERIVATIVE = (
@@ -49,20 +49,17 @@ _DIFFERENTIABLE_LEAVES = ("scale", "bias")
 
 
 class Operation(abc.ABC):
-    """What is static about a call. Subclasses are frozen dataclasses: equal ones share compiled programs.
-
-    Attributes:
-      names: of the operands, in order; leaves of weights last.
-      token_operands: how many operands have a leading token axis: the first ones.
-    """
+    """What is static about a call. Subclasses are frozen dataclasses: equal ones share compiled programs."""
 
     @property
     @abc.abstractmethod
-    def names(self) -> tuple[str, ...]: ...
+    def names(self) -> tuple[str, ...]:
+        """Names of the operands, in order; leaves of weights last."""
 
     @property
     @abc.abstractmethod
-    def token_operands(self) -> int: ...
+    def token_operands(self) -> int:
+        """How many operands have a leading token axis: the first ones."""
 
     @abc.abstractmethod
     def shape(self, *operands: Any) -> Any:
@@ -236,7 +233,7 @@ def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, operation: Ope
         if type(tangent) is not ad.Zero and operation.is_differentiable(name)
     )
     if not moving:
-        return y, ad.Zero.from_primal_value(y)
+        return y, ad.Zero(jax.typeof(y).to_tangent_aval())
     changes = [tangents[operation.names.index(name)] for name in moving]
     return y, tangent_p.bind(*primals, *changes, operation=operation, moving=moving)
 
@@ -306,7 +303,8 @@ def _compiled_transpose(operation: Operation, wanted: tuple[str, ...]) -> Callab
 
 
 def _transpose_impl(*operands: Any, operation: Operation, wanted: tuple[str, ...]) -> Any:
-    return _compiled_transpose(operation, wanted)(*operands)
+    with jax.disable_jit(False):
+        return _compiled_transpose(operation, wanted)(*operands)
 
 
 def _transpose_shapes(
@@ -349,7 +347,7 @@ def _bind(operation: Operation, *operands: jax.Array) -> jax.Array:
     return y
 
 
-def fused_experts(
+def call_fused_experts(
     backend: type[Backend],
     x: jax.Array,
     weights: jax.Array,
@@ -363,7 +361,7 @@ def fused_experts(
     return _bind(operation, x, ids, weights, *leaves)
 
 
-def apply_experts(
+def call_apply_experts(
     backend: type[Backend],
     x: jax.Array,
     weights: jax.Array | None,
@@ -378,18 +376,20 @@ def apply_experts(
     return _bind(operation, x, ids, *weighting, *leaves)
 
 
-def combine(backend: type[Backend], slots: jax.Array, weights: jax.Array, dtype: Any) -> jax.Array:
+def call_combine(backend: type[Backend], slots: jax.Array, weights: jax.Array, dtype: Any) -> jax.Array:
     """:meth:`Backend.combine`, differentiable."""
     return _bind(_Combine(backend, jnp.dtype(dtype)), slots, weights)
 
 
-def linear(backend: type[Backend], x: jax.Array, weights: LinearWeights, activation_scheme: str) -> jax.Array:
+def call_linear(
+    backend: type[Backend], x: jax.Array, weights: LinearWeights, activation_scheme: str
+) -> jax.Array:
     """:meth:`Backend.linear`, differentiable."""
     leaves, structure = jax.tree.flatten(weights)
     return _bind(_Linear(backend, structure, activation_scheme), x, *leaves)
 
 
-def grouped_linear(
+def call_grouped_linear(
     backend: type[Backend], x: jax.Array, ids: jax.Array, weights: LinearWeights, activation_scheme: str
 ) -> jax.Array:
     """:meth:`Backend.grouped_linear`, differentiable."""

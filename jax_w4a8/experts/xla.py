@@ -78,7 +78,8 @@ def _matmul(rows: QuantizedRows, weights: LinearWeights) -> jax.Array:
     def add_group(total: jax.Array, group: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         return total + group[0].astype(jnp.float32) * group[1], None
 
-    total = jnp.zeros(sums.shape[1:], jnp.float32)
+    # Made of the sums, so that it varies over the same axes of a mesh inside shard_map.
+    total = jnp.zeros_like(sums, shape=sums.shape[1:], dtype=jnp.float32)
     total, _ = lax.scan(add_group, total, (sums, scale))
     total = total - rows.zero[:, None] * weights.scaled_sum.reshape(-1)
     return total * rows.scale[:, None] + weights.bias.reshape(-1)
