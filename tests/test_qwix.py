@@ -75,9 +75,9 @@ class EinsumMoE(nnx.Module):
 
     def __call__(self, x):
         weights, ids = w4a8.route(jnp.asarray(x @ self.router[...]), ROUTING)
-        gate = jnp.einsum("th,ehi->tei", x, self.wi_0)
-        inner = jax.nn.silu(gate) * jnp.einsum("th,ehi->tei", x, self.wi_1)
-        outputs = jnp.einsum("tei,eih->teh", inner, self.wo)
+        gate = jnp.einsum("th,ehi->tei", x, jnp.asarray(self.wi_0))
+        inner = jax.nn.silu(gate) * jnp.einsum("th,ehi->tei", x, jnp.asarray(self.wi_1))
+        outputs = jnp.einsum("tei,eih->teh", inner, jnp.asarray(self.wo))
         chosen = jnp.take_along_axis(outputs, ids[..., None], axis=1)
         return jnp.sum(chosen * weights[..., None], axis=1)
 
