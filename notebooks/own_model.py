@@ -189,7 +189,7 @@ def nbytes(model):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
 
 
-def best_time(function, *arguments, repetitions=20):
+def best_time(function, *arguments, repetitions=50):
     jax.block_until_ready(function(*arguments))
     times = []
     for _ in range(repetitions):
@@ -227,6 +227,7 @@ for name, colour, marker in (("float32", "tab:green", "o"), ("W4A8", "tab:orange
     right.loglog(sizes, times[name], label=name, color=colour, marker=marker)
 right.set(xlabel="contexts at a time", ylabel="ms", title="Time of the whole model")
 right.set_xticks(sizes, [str(size) for size in sizes])
+right.set_yticks([0.25, 0.5, 1, 2, 4, 8], ["0.25", "0.5", "1", "2", "4", "8"])
 right.minorticks_off()
 right.grid(alpha=0.3)
 right.legend()

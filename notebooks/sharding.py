@@ -118,7 +118,7 @@ for number, name in enumerate(names):
     axes[0].bar(np.arange(8) + (number - 1.5) * 0.2, held[name] / 2**20, 0.2, label=name)
 axes[0].axhline(whole / 2**20, color="black", linestyle="--", linewidth=1, label="the whole layer")
 axes[0].set(xlabel="device", ylabel="MiB of packed weights", title="What each device holds")
-axes[0].set_ylim(0, 1.75 * whole / 2**20)
+axes[0].set_ylim(0, 1.5 * whole / 2**20)
 axes[0].legend(fontsize=8, ncols=2, loc="upper center")
 for ids, label, shift in ((even, "even router", -0.2), (skewed, "router with favourites", 0.2)):
     slots = np.bincount(np.asarray(ids).ravel() // (E // 8), minlength=8)
