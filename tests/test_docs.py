@@ -2,11 +2,9 @@
 
 import doctest
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -67,22 +65,18 @@ def test_qwix_example_runs():
     assert results.failed == 0
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page)], ids=lambda page: page.stem)
-def test_code_of_a_page_runs(page):
-    """All blocks of a page in turn, as a reader would type them.
+def _tested_here(page: Path) -> bool:
+    """Whether the page has code, and no other test file names the page: those run its code themselves."""
+    others = [path for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__)]
+    return bool(_blocks(page)) and not any(page.name in path.read_text() for path in others)
 
-    A page whose code needs a process of its own, as with eight devices, says so in a comment:
-    ``<!-- environment: JAX_NUM_CPU_DEVICES=8 -->``.
-    """
+
+@pytest.mark.parametrize("page", filter(_tested_here, PAGES), ids=lambda page: page.stem)
+def test_code_of_a_page_runs(page, tmp_path, monkeypatch):
+    """All blocks of a page in turn, as a reader would type them."""
     for module in NEEDS.get(page.stem, ()):
         pytest.importorskip(module)
-    environment = re.search(r"<!-- environment: (.*?) -->", page.read_text())
-    if environment:
-        variables = dict(pair.split("=", 1) for pair in environment[1].split())
-        command = [sys.executable, "-c", "\n".join(_blocks(page))]
-        done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return
+    monkeypatch.chdir(tmp_path)
     namespace: dict = {"__name__": page.stem}
     for number, block in enumerate(_blocks(page)):
         exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
