@@ -121,7 +121,8 @@ right.axvline(added, color="tab:green", label=f"what the activations add: {added
 right.set(
     xlabel="relative error of a token's output", ylabel="tokens", title="Almost all of the error is INT4's"
 )
-right.legend(loc="upper center")
+right.set_ylim(top=1.4 * right.get_ylim()[1])
+right.legend(loc="upper left")
 plt.show()
 
 # %% [markdown]
