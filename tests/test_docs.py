@@ -71,7 +71,7 @@ def _tested_here(page: Path) -> bool:
     return bool(_blocks(page)) and not any(page.name in path.read_text() for path in others)
 
 
-@pytest.mark.parametrize("page", filter(_tested_here, PAGES), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in PAGES if _tested_here(page)], ids=lambda page: page.stem)
 def test_code_of_a_page_runs(page, tmp_path, monkeypatch):
     """All blocks of a page in turn, as a reader would type them."""
     for module in NEEDS.get(page.stem, ()):
