@@ -23,6 +23,7 @@ from jax_w4a8.linear import linear
 from jax_w4a8.moe import apply_experts, combine, fused_experts, moe
 from jax_w4a8.oracle import MoEConfig, W4A8Int8MoeBackend, explain, select_w4a8_int8_moe_backend
 from jax_w4a8.quantization import GroupShape, QuantizedTensor, QuantizedWords, QuantKey, dequantize, quantize
+from jax_w4a8.ragged import ragged_dot
 from jax_w4a8.routing import Routing, route
 from jax_w4a8.trainable import trainable_parts, with_trainable_parts
 from jax_w4a8.weights import (
@@ -65,6 +66,7 @@ __all__ = [
     "quantize",
     "quantize_and_pack_experts",
     "quantize_and_pack_linear",
+    "ragged_dot",
     "release_scratch",
     "route",
     "select_w4a8_int8_moe_backend",

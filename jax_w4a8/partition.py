@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_w4a8.quantization import CHANNELWISE, GROUP_MULTIPLE
 from jax_w4a8.packing import BLOCK_CHANNELS
+from jax_w4a8.quantization import CHANNELWISE, GROUP_MULTIPLE
 from jax_w4a8.weights import BLOCK_INPUTS, ExpertWeights, LinearWeights
 
 #: A byte of two codes 0.

@@ -259,8 +259,12 @@ def _check_scale_values(scale: Any, name: str) -> None:
 def _check_values(codes: Any, scale: Any, name: str) -> None:
     if isinstance(codes, jax.core.Tracer) or isinstance(scale, jax.core.Tracer) or not codes.size:
         return
-    # int4 can't leave the range; for int8 two reductions find the offender without a copy.
-    low, high = (0, 0) if codes.dtype == jnp.int4 else (int(codes.min()), int(codes.max()))
+    # int4 can't leave the range; for int8 two reductions find the offender. They are numpy's, without a copy
+    # on CPU: jax's would be traced inside a jitted function that closes over the weights.
+    low, high = 0, 0
+    if codes.dtype != jnp.int4:
+        host = np.asarray(codes)
+        low, high = int(host.min()), int(host.max())
     if low < CODE_MIN or high > CODE_MAX:
         worst = low if low < CODE_MIN else high
         raise ValueError(f"{name}.codes must lie in [{CODE_MIN}, {CODE_MAX}], found the value {worst}")

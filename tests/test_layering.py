@@ -1,6 +1,7 @@
 """A file imports only from what stands above it, as CONTRIBUTING.md says."""
 
 import ast
+import runpy
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,9 @@ ORDER = (
     ("experts.backward",),
     ("experts.gradients",),
     ("oracle",),
-    ("moe", "linear"),
+    ("moe", "linear", "ragged"),
+    ("blocks",),
+    ("nnx", "linen", "qwix"),
     ("checkpoint",),
     ("models",),
     ("bench",),
@@ -82,3 +85,13 @@ def test_imports_point_upwards(module):
 def test_nothing_private_of_jax_is_imported():
     for path in PACKAGE.rglob("*.py"):
         assert "jax._src" not in path.read_text(), path
+
+
+def test_the_picture_is_up_to_date():
+    """docs/architecture.svg shows the order above and the files there are."""
+    tool = runpy.run_path(str(Path(__file__).parent.parent / "tools" / "architecture.py"))
+    picture = tool["draw"]()
+    for module in _modules():
+        assert f">{module.split('.')[-1]}" in picture or f"/{module.split('.')[-1]}" in picture, module
+    message = "docs/architecture.svg is out of date: python tools/architecture.py"
+    assert tool["PICTURE"].read_text() == picture, message

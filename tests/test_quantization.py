@@ -411,3 +411,11 @@ def test_tensors_are_checked(kind, on_device):
 def test_tensors_without_axes(codes, scale):
     with pytest.raises((TypeError, ValueError), match=r"(codes|scale) must .*\(\)"):
         QuantizedTensor(codes, scale).check()
+
+
+def test_weights_that_a_jitted_function_closes_over_are_checked_and_used():
+    q = quantize(jnp.ones((8, 64)), 32)
+    np.testing.assert_array_equal(jax.jit(lambda: q.dequantize())(), q.dequantize())
+    bad = QuantizedTensor(jnp.full((8, 64), 9, jnp.int8), q.scale, 32)
+    with pytest.raises(ValueError, match="found the value 9"):
+        jax.jit(lambda: bad.dequantize())()

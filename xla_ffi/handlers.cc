@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "float_env.h"
+#include "grouped.h"
 #include "kernels/kernels.h"
 #include "layout.h"
 #include "matmul.h"
@@ -295,31 +296,62 @@ Error CombineSlots(ffi::ThreadPool pool, AnyBuffer slots, AnyBuffer weights,
   });
 }
 
+// Decodes what the linear map and its grouped kind have in common. `stack` is as for DecodeWeights.
+Error DecodeLinear(AnyBuffer x, const WeightBuffers& weights, int64_t stack, bool symmetric,
+                   AnyBuffer y, LinearCall* call) {
+  JAX_W4A8_RETURN_IF_ERROR(CheckShape("x", x, {kAnySize, kAnySize}));
+  JAX_W4A8_RETURN_IF_ERROR(DecodeDType("x", x, &call->dtype));
+  call->rows = x.dimensions()[0];
+  call->features = x.dimensions()[1];
+  JAX_W4A8_RETURN_IF_ERROR(DecodeWeights(weights, stack, call->features, &call->weights));
+  JAX_W4A8_RETURN_IF_ERROR(CheckShape("y", y, {call->rows, kAnySize}));
+  JAX_W4A8_RETURN_IF_ERROR(CheckDType("y", y, x.element_type(), "of the dtype of x"));
+  call->out_features = y.dimensions()[1];
+  if ((call->out_features + kBlockChannels - 1) / kBlockChannels != call->weights.blocks) {
+    return Error::InvalidArgument("weights.codes " + ShapeText(weights.codes) +
+                                  " doesn't produce the " + std::to_string(call->out_features) +
+                                  " columns of y");
+  }
+  if (call->rows > std::numeric_limits<int32_t>::max()) {
+    return Error::InvalidArgument("x has too many rows: " + ShapeText(x));
+  }
+  call->x = x.untyped_data();
+  call->y = y.untyped_data();
+  call->symmetric = symmetric;
+  return Error::Success();
+}
+
+int64_t LinearWork(const LinearCall& call) {
+  return call.rows * call.weights.blocks * kBlockChannels * call.weights.inputs();
+}
+
 Error Linear(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer codes, AnyBuffer scale,
              AnyBuffer scaled_sum, AnyBuffer bias, bool symmetric, ffi::Result<AnyBuffer> y) {
   LinearCall call = {};
-  JAX_W4A8_RETURN_IF_ERROR(CheckShape("x", x, {kAnySize, kAnySize}));
-  JAX_W4A8_RETURN_IF_ERROR(DecodeDType("x", x, &call.dtype));
-  call.rows = x.dimensions()[0];
-  call.features = x.dimensions()[1];
-  JAX_W4A8_RETURN_IF_ERROR(DecodeWeights({"weights", codes, scale, scaled_sum, bias}, kAnySize,
-                                         call.features, &call.weights));
-  JAX_W4A8_RETURN_IF_ERROR(CheckShape("y", *y, {call.rows, kAnySize}));
-  JAX_W4A8_RETURN_IF_ERROR(CheckDType("y", *y, x.element_type(), "of the dtype of x"));
-  call.out_features = y->dimensions()[1];
-  if ((call.out_features + kBlockChannels - 1) / kBlockChannels != call.weights.blocks) {
-    return Error::InvalidArgument("weights.codes " + ShapeText(codes) + " doesn't produce the " +
-                                  std::to_string(call.out_features) + " columns of y");
-  }
-  if (call.rows > std::numeric_limits<int32_t>::max()) {
-    return Error::InvalidArgument("x has too many rows: " + ShapeText(x));
-  }
-  call.x = x.untyped_data();
-  call.y = y->untyped_data();
-  call.symmetric = symmetric;
-  const int64_t work = call.rows * call.weights.blocks * kBlockChannels * call.weights.inputs();
-  return WithTeam(pool, work, [&](Team& team) {
+  JAX_W4A8_RETURN_IF_ERROR(
+      DecodeLinear(x, {"weights", codes, scale, scaled_sum, bias}, kAnySize, symmetric, *y, &call));
+  return WithTeam(pool, LinearWork(call), [&](Team& team) {
     return RunLinear(call, ActiveKernels(), team) ? Error::Success() : OutOfMemory();
+  });
+}
+
+Error GroupedLinear(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer ids, AnyBuffer codes,
+                    AnyBuffer scale, AnyBuffer scaled_sum, AnyBuffer bias, bool symmetric,
+                    ffi::Result<AnyBuffer> y) {
+  GroupedLinearCall call = {};
+  if (codes.dimensions().size() != 4) {
+    return Error::InvalidArgument("weights.codes must have shape [E, blocks, groups, bytes], got " +
+                                  ShapeText(codes));
+  }
+  call.matrices = codes.dimensions()[0];
+  JAX_W4A8_RETURN_IF_ERROR(DecodeLinear(x, {"weights", codes, scale, scaled_sum, bias},
+                                        call.matrices, symmetric, *y, &call.linear));
+  JAX_W4A8_RETURN_IF_ERROR(CheckDType("ids", ids, ffi::DataType::S32, "int32"));
+  JAX_W4A8_RETURN_IF_ERROR(CheckShape("ids", ids, {call.linear.rows}));
+  call.ids = static_cast<const int32_t*>(ids.untyped_data());
+  JAX_W4A8_RETURN_IF_ERROR(CheckIds(call.ids, call.linear.rows, 1, call.matrices));
+  return WithTeam(pool, LinearWork(call.linear), [&](Team& team) {
+    return RunGroupedLinear(call, ActiveKernels(), team) ? Error::Success() : OutOfMemory();
   });
 }
 
@@ -363,6 +395,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxW4A8Linear, jax_w4a8::Linear,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::AnyBuffer>()  // x
+                                  .Arg<xla::ffi::AnyBuffer>()  // codes
+                                  .Arg<xla::ffi::AnyBuffer>()  // scale
+                                  .Arg<xla::ffi::AnyBuffer>()  // scaled_sum
+                                  .Arg<xla::ffi::AnyBuffer>()  // bias
+                                  .Attr<bool>("symmetric")
+                                  .Ret<xla::ffi::AnyBuffer>());  // y
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxW4A8GroupedLinear, jax_w4a8::GroupedLinear,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()  // x
+                                  .Arg<xla::ffi::AnyBuffer>()  // ids
                                   .Arg<xla::ffi::AnyBuffer>()  // codes
                                   .Arg<xla::ffi::AnyBuffer>()  // scale
                                   .Arg<xla::ffi::AnyBuffer>()  // scaled_sum

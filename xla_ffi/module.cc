@@ -31,6 +31,7 @@ nb::dict Registrations() {
   handlers["apply_experts"] = Encapsulate(JaxW4A8ApplyExperts);
   handlers["combine"] = Encapsulate(JaxW4A8Combine);
   handlers["linear"] = Encapsulate(JaxW4A8Linear);
+  handlers["grouped_linear"] = Encapsulate(JaxW4A8GroupedLinear);
   return handlers;
 }
 

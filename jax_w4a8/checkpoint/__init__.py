@@ -7,6 +7,7 @@ from jax_w4a8.buffers import to_device
 from jax_w4a8.checkpoint.errors import CheckpointError
 from jax_w4a8.checkpoint.experts import ExpertStack, FloatExperts, StoredExperts
 from jax_w4a8.checkpoint.layouts import ExpertLayout, claim_experts
+from jax_w4a8.checkpoint.modules import MoENames, read_linear, read_moe
 from jax_w4a8.checkpoint.reader import Checkpoint
 from jax_w4a8.checkpoint.scheme import QuantizationConfig, Scheme, parse_quantization_config
 from jax_w4a8.checkpoint.stored import StoredArray, StoredLinear
@@ -18,6 +19,7 @@ __all__ = [
     "ExpertLayout",
     "ExpertStack",
     "FloatExperts",
+    "MoENames",
     "QuantizationConfig",
     "Scheme",
     "StoredArray",
@@ -27,5 +29,7 @@ __all__ = [
     "TensorHeader",
     "claim_experts",
     "parse_quantization_config",
+    "read_linear",
+    "read_moe",
     "to_device",
 ]

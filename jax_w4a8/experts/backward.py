@@ -265,3 +265,41 @@ def linear_gradients(
     if "bias" in wanted:
         result["bias"] = out.sum(axis=0).reshape(weights.bias.shape)
     return result
+
+
+def grouped_linear_gradients(
+    cotangent: jax.Array, x: jax.Array, ids: jax.Array, weights: LinearWeights, wanted: Collection[str]
+) -> Gradients:
+    """Gradients of the grouped linear with respect to ``x``, ``scale`` and ``bias``: tile by tile, one
+    matrix dequantised at a time.
+    """
+    total, stack = x.shape[0], weights.codes.shape[0]
+    parts = {"x": x, "scale": weights.scale, "bias": weights.bias}
+    zeros = {name: jnp.zeros_like(x, shape=parts[name].shape, dtype=jnp.float32) for name in wanted}
+    if total == 0:
+        return zeros
+    tiles = tile_slots(ids, stack, tile_height(total, stack, _TILE_ROWS))
+
+    def add_tile(number: Any, gradients: Gradients) -> Gradients:
+        matrix, rows = tiles.expert[number], tiles.slots[number]
+        valid = (rows < total)[:, None]
+        row = jnp.minimum(rows, total - 1)
+        dequantized = _Dequantized(jax.tree.map(lambda leaf: leaf[matrix], weights))
+        out = jnp.where(valid, cotangent[row].astype(jnp.float32), 0)
+        out = _fill(out, dequantized.values.shape[0])
+        inputs = jnp.where(valid, x[row].astype(jnp.float32), 0)
+        inputs = _fill(inputs, dequantized.values.shape[1])
+        added: dict[str, Any] = {
+            "x": lambda g: g.at[rows].set(
+                _dot(out, dequantized.values, (1, 0))[:, : x.shape[1]], mode="drop"
+            ),
+            "scale": lambda g: g.at[matrix].add(dequantized.scale_gradient(_dot(out, inputs, (0, 0)))),
+            "bias": lambda g: g.at[matrix].add(out.sum(0).reshape(g.shape[1:])),
+        }
+        return {name: added[name](gradient) for name, gradient in gradients.items()}
+
+    gradients: Gradients = lax.fori_loop(0, tiles.used, add_tile, zeros)
+    if "x" in wanted:
+        wrong = (ids < -1) | (ids >= stack)
+        gradients["x"] = jnp.where(wrong[:, None], jnp.nan, gradients["x"])
+    return gradients

@@ -1,4 +1,4 @@
-"""What a backend declares: the four operations of this package, and which configurations it takes."""
+"""What a backend declares: the five operations of this package, and which configurations it takes."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class MoEConfig:
 
 
 class Backend(abc.ABC):
-    """One implementation of the expert call and of the dense linear. Never instantiated.
+    """One implementation of the expert call and of linear maps. Never instantiated.
 
     Arguments arrive canonical: ``x`` is ``[T, H]`` of a supported dtype, ids int32 ``[T, k]``, router weights
     float32 ``[T, k]``, everything checked by the functional layer.
@@ -170,6 +170,15 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def linear(cls, x: jax.Array, weights: LinearWeights, activation_scheme: str) -> jax.Array:
         """``[T, out]`` in the dtype of ``x``."""
+
+    @classmethod
+    @abc.abstractmethod
+    def grouped_linear(
+        cls, x: jax.Array, ids: jax.Array, weights: LinearWeights, activation_scheme: str
+    ) -> jax.Array:
+        """``[T, out]`` in the dtype of ``x``: each row by the matrix that its id (int32 ``[T]``) names out of
+        a stack of E; zeros for id -1.
+        """
 
 
 def unsupported_reason(

@@ -107,6 +107,16 @@ def _linear_reference(x: jax.Array, *leaves: jax.Array, structure: Any, activati
     return XLAExperts.linear(x, jax.tree.unflatten(structure, leaves), activation_scheme)
 
 
+def _grouped_linear_reference(
+    x: jax.Array, ids: jax.Array, *leaves: jax.Array, structure: Any, activation_scheme: str
+) -> jax.Array:
+    return XLAExperts.grouped_linear(x, ids, jax.tree.unflatten(structure, leaves), activation_scheme)
+
+
+def _linear_attributes(structure: Any, activation_scheme: str) -> dict[str, Any]:
+    return {"symmetric": ffi.attribute(activation_scheme == "symmetric")}
+
+
 def _linear_shape(x: Any, *leaves: Any, structure: Any, activation_scheme: str) -> Any:
     weights: LinearWeights = jax.tree.unflatten(structure, leaves)
     return x.update(shape=(x.shape[0], weights.out_features))
@@ -138,12 +148,19 @@ linear_p = _define(
     "linear",
     _linear_shape,
     _linear_reference,
-    lambda structure, activation_scheme: {"symmetric": ffi.attribute(activation_scheme == "symmetric")},
+    _linear_attributes,
+)
+grouped_linear_p = _define(
+    "grouped_linear",
+    lambda x, ids, *leaves, **parameters: _linear_shape(x, *leaves, **parameters),
+    _grouped_linear_reference,
+    _linear_attributes,
 )
 _batch_by_tokens(fused_experts_p, 3)
 _batch_by_tokens(apply_experts_p, 3)
 _batch_by_tokens(combine_p, 2)
 _batch_by_tokens(linear_p, 1)
+_batch_by_tokens(grouped_linear_p, 2)
 
 
 class CPUExpertsInt4(Backend):
@@ -198,6 +215,19 @@ class CPUExpertsInt4(Backend):
         """See :meth:`Backend.linear`."""
         return linear_p.bind(
             x,
+            *jax.tree.leaves(weights),
+            structure=jax.tree.structure(weights),
+            activation_scheme=activation_scheme,
+        )
+
+    @classmethod
+    def grouped_linear(
+        cls, x: jax.Array, ids: jax.Array, weights: LinearWeights, activation_scheme: str
+    ) -> jax.Array:
+        """See :meth:`Backend.grouped_linear`."""
+        return grouped_linear_p.bind(
+            x,
+            ids,
             *jax.tree.leaves(weights),
             structure=jax.tree.structure(weights),
             activation_scheme=activation_scheme,

@@ -28,6 +28,7 @@ from jax_w4a8.experts.backward import (
     Gradients,
     combine_gradients,
     experts_gradients,
+    grouped_linear_gradients,
     linear_gradients,
 )
 from jax_w4a8.experts.base import Backend, ExpertOptions
@@ -172,6 +173,36 @@ class _Linear(Operation):
     ) -> Gradients:
         leaves = [name.rpartition(".")[2] for name in wanted]
         found = linear_gradients(cotangent, operands[0], self._weights(operands), leaves)
+        return {name: found[leaf] for name, leaf in zip(wanted, leaves, strict=True)}
+
+
+@dataclasses.dataclass(frozen=True)
+class _GroupedLinear(Operation):
+    backend: type[Backend]
+    structure: Any
+    activation_scheme: str
+
+    names = ("x", "ids", *(f"weights.{leaf}" for leaf in _LINEAR_LEAVES))
+    token_operands = 2
+
+    def _weights(self, operands: Sequence[Any]) -> LinearWeights:
+        weights: LinearWeights = jax.tree.unflatten(self.structure, operands[2:])
+        return weights
+
+    def shape(self, *operands: Any) -> Any:
+        x = operands[0]
+        return x.update(shape=(x.shape[0], self._weights(operands).out_features))
+
+    def forward(self, *operands: jax.Array) -> jax.Array:
+        x, ids, *_ = operands
+        return self.backend.grouped_linear(x, ids, self._weights(operands), self.activation_scheme)
+
+    def gradients(
+        self, cotangent: jax.Array, operands: Sequence[jax.Array], wanted: Sequence[str]
+    ) -> Gradients:
+        leaves = [name.rpartition(".")[2] for name in wanted]
+        x, ids, *_ = operands
+        found = grouped_linear_gradients(cotangent, x, ids, self._weights(operands), leaves)
         return {name: found[leaf] for name, leaf in zip(wanted, leaves, strict=True)}
 
 
@@ -358,3 +389,11 @@ def call_linear(
     """:meth:`Backend.linear`, differentiable."""
     leaves, structure = jax.tree.flatten(weights)
     return _bind(_Linear(backend, structure, activation_scheme), x, *leaves)
+
+
+def call_grouped_linear(
+    backend: type[Backend], x: jax.Array, ids: jax.Array, weights: LinearWeights, activation_scheme: str
+) -> jax.Array:
+    """:meth:`Backend.grouped_linear`, differentiable."""
+    leaves, structure = jax.tree.flatten(weights)
+    return _bind(_GroupedLinear(backend, structure, activation_scheme), x, ids, *leaves)

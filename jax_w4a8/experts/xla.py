@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,8 @@ from jax_w4a8.weights import ExpertWeights, LinearWeights, unpack_linear
 #: Rows whose range (or magnitude) is below this count as zero; their reciprocal scale would overflow.
 SMALLEST_RANGE = 2.0**-100
 _TILE_ROWS = 32
+
+Stack = TypeVar("Stack", ExpertWeights, LinearWeights)
 
 
 class QuantizedRows(NamedTuple):
@@ -159,6 +162,41 @@ def tile_slots(ids: jax.Array, num_experts: int, height: int) -> Tiles:
     return Tiles(expert.astype(jnp.int32), slots.astype(jnp.int32), last_tile[-1].astype(jnp.int32))
 
 
+def _by_tiles(
+    run: Callable[[jax.Array, Stack], jax.Array],
+    rows: jax.Array,
+    ids: jax.Array,
+    stack: Stack,
+    num_experts: int,
+    columns: int,
+) -> jax.Array:
+    """Runs each slot by the element of a stack that its id names.
+
+    Args:
+      run: float32 rows ``[M, K]`` and one element to float32 ``[M, columns]``.
+      rows: float32 ``[S / k, K]``: k consecutive slots share a row.
+      ids: int32 ``[S]``, S > 0.
+      stack: a pytree with leading axes ``num_experts``.
+
+    Returns:
+      float32 ``[S, columns]``: zeros for id -1, NaN for other ids that name none.
+    """
+    total = ids.shape[0]
+    k = total // rows.shape[0]
+    tiles = tile_slots(ids, num_experts, tile_height(total, num_experts, _TILE_ROWS))
+
+    def run_tile(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
+        expert, slots = tile
+        one = jax.tree.map(lambda leaf: leaf[expert], stack)
+        return run(rows[jnp.minimum(slots, total - 1) // k], one)
+
+    outputs = lax.map(run_tile, (tiles.expert, tiles.slots))
+    y = jnp.zeros((total, columns), jnp.float32)
+    y = y.at[tiles.slots.reshape(-1)].set(outputs.reshape(-1, columns), mode="drop")
+    wrong = (ids < -1) | (ids >= num_experts)
+    return jnp.where(wrong[:, None], jnp.nan, y)
+
+
 # Compiled as wholes, so that calls outside jit compile once and give what calls inside do.
 @functools.partial(jax.jit, static_argnames="options")
 def _apply_experts(
@@ -169,25 +207,19 @@ def _apply_experts(
     options: ExpertOptions,
 ) -> jax.Array:
     tokens, k = ids.shape
-    total = tokens * k
-    if total == 0:
+    if tokens * k == 0:
         return jnp.zeros((tokens, k, experts.hidden_size), jnp.float32)
     rows = x.astype(jnp.float32)
     if weights is not None:
         rows = rows * weights
-    flat = ids.reshape(-1)
-    tiles = tile_slots(flat, experts.num_experts, tile_height(total, experts.num_experts, _TILE_ROWS))
-
-    def run_tile(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
-        expert, slots = tile
-        one = jax.tree.map(lambda leaf: leaf[expert], experts)
-        return _expert(rows[jnp.minimum(slots, total - 1) // k], one, options)
-
-    outputs = lax.map(run_tile, (tiles.expert, tiles.slots))
-    slots = jnp.zeros((total, experts.hidden_size), jnp.float32)
-    slots = slots.at[tiles.slots.reshape(-1)].set(outputs.reshape(-1, experts.hidden_size), mode="drop")
-    wrong = (flat < -1) | (flat >= experts.num_experts)
-    slots = jnp.where(wrong[:, None], jnp.nan, slots)
+    slots = _by_tiles(
+        lambda rows, one: _expert(rows, one, options),
+        rows,
+        ids.reshape(-1),
+        experts,
+        experts.num_experts,
+        experts.hidden_size,
+    )
     return slots.reshape(tokens, k, -1)
 
 
@@ -203,6 +235,23 @@ def _combine(slots: jax.Array, weights: jax.Array, dtype: Any) -> jax.Array:
 def _linear(x: jax.Array, weights: LinearWeights, activation_scheme: str) -> jax.Array:
     rows = quantize_rows(x.astype(jnp.float32), activation_scheme)
     return _matmul(rows, weights)[:, : weights.out_features].astype(x.dtype)
+
+
+@functools.partial(jax.jit, static_argnames="activation_scheme")
+def _grouped_linear(
+    x: jax.Array, ids: jax.Array, weights: LinearWeights, activation_scheme: str
+) -> jax.Array:
+    if x.shape[0] == 0:
+        return jnp.zeros((0, weights.out_features), x.dtype)
+    y = _by_tiles(
+        lambda rows, one: _matmul(quantize_rows(rows, activation_scheme), one)[:, : weights.out_features],
+        x.astype(jnp.float32),
+        ids,
+        weights,
+        weights.codes.shape[0],
+        weights.out_features,
+    )
+    return y.astype(x.dtype)
 
 
 class XLAExperts(Backend):
@@ -252,3 +301,10 @@ class XLAExperts(Backend):
     def linear(cls, x: jax.Array, weights: LinearWeights, activation_scheme: str) -> jax.Array:
         """See :meth:`Backend.linear`."""
         return _linear(x, weights, activation_scheme)
+
+    @classmethod
+    def grouped_linear(
+        cls, x: jax.Array, ids: jax.Array, weights: LinearWeights, activation_scheme: str
+    ) -> jax.Array:
+        """See :meth:`Backend.grouped_linear`."""
+        return _grouped_linear(x, ids, weights, activation_scheme)

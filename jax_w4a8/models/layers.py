@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +11,9 @@ from jax import lax
 
 from jax_w4a8.invariance import evenly, matmul_transposed, ordered_sum, rounded
 from jax_w4a8.linear import linear
+from jax_w4a8.nnx import PackedWeight
 from jax_w4a8.sharding import ExpertSharding, LinearSharding
-from jax_w4a8.weights import ExpertWeights, LinearWeights, unpack_linear
-
-Packed = TypeVar("Packed", LinearWeights, ExpertWeights)
-
-
-class PackedWeight(nnx.Variable[Packed]):
-    """Packed INT4 weights, a whole pytree; no ``nnx.Param``, so optimisers and ``nnx.grad`` pass it by."""
+from jax_w4a8.weights import LinearWeights, unpack_linear
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,10 @@ from jax_w4a8.experts.xla import activate
 from jax_w4a8.invariance import evenly, rounded
 from jax_w4a8.models.float_activations import fused_experts_float
 from jax_w4a8.models.float_experts import apply_float_experts
-from jax_w4a8.models.layers import Linear, PackedWeight, QuantizedOptions
+from jax_w4a8.models.layers import Linear, QuantizedOptions
 from jax_w4a8.models.span import Span
 from jax_w4a8.moe import fused_experts
+from jax_w4a8.nnx import PackedWeight
 from jax_w4a8.routing import Routing, route
 from jax_w4a8.weights import ExpertWeights
 
