@@ -13,10 +13,10 @@ from jax import lax
 
 from jax_w4a8.experts.base import Activation, check_tokens
 from jax_w4a8.moe import fused_experts, moe
+from jax_w4a8.packing import BLOCK_CHANNELS
 from jax_w4a8.quantization import CHANNELWISE, QuantizedTensor, normalize_group_size, quantize
 from jax_w4a8.routing import Routing
 from jax_w4a8.weights import (
-    BLOCK_CHANNELS,
     ExpertWeights,
     LinearWeights,
     num_blocks,

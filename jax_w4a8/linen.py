@@ -25,8 +25,9 @@ from jax_w4a8.blocks import (
 )
 from jax_w4a8.experts.base import Activation
 from jax_w4a8.linear import linear
+from jax_w4a8.packing import BLOCK_CHANNELS
 from jax_w4a8.routing import Routing
-from jax_w4a8.weights import BLOCK_CHANNELS, ExpertWeights, LinearWeights, num_blocks
+from jax_w4a8.weights import ExpertWeights, LinearWeights, num_blocks
 
 COLLECTION = "w4a8"
 _ARRAYS = ("codes", "scale", "scaled_sum", "bias")

@@ -13,8 +13,9 @@ from jax_w4a8.buffers import to_device
 from jax_w4a8.checkpoint.errors import CheckpointError
 from jax_w4a8.checkpoint.experts import StoredExperts
 from jax_w4a8.checkpoint.reader import Checkpoint
-from jax_w4a8.checkpoint.stored import CODES_PER_WORD, StoredLinear
+from jax_w4a8.checkpoint.stored import StoredLinear
 from jax_w4a8.checkpoint.tensors import first_names
+from jax_w4a8.quantization import CODES_PER_WORD
 from jax_w4a8.weights import ExpertWeights, LinearWeights, pack_linear
 
 
