@@ -172,6 +172,9 @@ class RandomCheckpoint:
             seed=self._next_seed(),
         )
 
+    def skip(self, module: str) -> None:
+        """There is nothing to leave out."""
+
     def tied_linear(self, name: str, embedding: StoredArray) -> None:
         """There is nothing to compare."""
 
