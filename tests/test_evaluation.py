@@ -125,7 +125,7 @@ def evaluate(*arguments):
 
 
 def test_the_command_tells_what_int8_activations_cost():
-    options = ["--max-length", "128", "--stride", "64", "--batch-size", "4", "--weights-only"]
+    options = ["--max-length", "256", "--stride", "128", "--batch-size", "4", "--weights-only"]
     report = json.loads(evaluate(*options, "--json"))
     assert report["text_bytes"] == len(TEXT.read_bytes())
     assert report["tokens"] > 700
@@ -134,7 +134,7 @@ def test_the_command_tells_what_int8_activations_cost():
     assert abs(w4a8 / w4a16 - 1) < 0.02
     assert report["w4a8"]["bits_per_byte"] < 2
     lines = evaluate(*options[:-1], "--max-tokens", "100").splitlines()
-    assert lines[0] == "99 tokens, windows of 128, stride 64, asymmetric activations"
+    assert lines[0] == "99 tokens, windows of 256, stride 128, asymmetric activations"
     assert lines[1].startswith("W4A8 ")
 
 
