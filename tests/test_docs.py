@@ -12,8 +12,8 @@ import jax_w4a8
 README = Path(__file__).parent.parent / "README.md"
 
 
-def _python_blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+def _python_blocks(page: Path = README) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 def test_readme_layer_runs():
@@ -31,6 +31,15 @@ def test_readme_model_runs():
     exec(block, namespace)
     assert namespace["logits"].shape == (1, 3, 2048)
     assert namespace["ids"].shape[0] == 1
+
+
+def test_packing_page_runs(tmp_path, monkeypatch):
+    pytest.importorskip("jax_w4a8.models")
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {}
+    for block in _python_blocks(README.parent / "docs" / "packing.md"):
+        exec(block, namespace)
+    assert len(list((tmp_path / "packed-cache").iterdir())) == 1
 
 
 def test_package_example_runs():
