@@ -21,8 +21,8 @@ from .reference import assert_same_bits, random_layer, random_weights
 pytestmark = pytest.mark.skipif(packing._native is None, reason="needs the native extension")
 
 BFLOAT16 = ml_dtypes.bfloat16
-#: Whole blocks; blocks, runs and groups cut short; fewer inputs than a run; segments of 512 cut short.
-SIZES = [(32, 64), (1, 1), (7, 31), (17, 100), (34, 80), (70, 33), (3, 1100), (16, 1056)]
+#: Whole blocks; blocks, runs and groups cut short; fewer inputs than a run; spans of 2048 cut short.
+SIZES = [(32, 64), (1, 1), (7, 31), (17, 100), (34, 80), (70, 33), (3, 4200), (16, 1056)]
 
 
 @contextlib.contextmanager
@@ -79,7 +79,7 @@ def test_linear(n, k, group_size, scale_dtype):
 
 
 @pytest.mark.parametrize("group_size", [32, -1])
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (17, 100), (32, 64), (3, 1100)])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (17, 100), (32, 64), (3, 4200)])
 def test_linear_from_floats(n, k, group_size):
     for dtype in (np.float32, BFLOAT16, np.float16, np.float64):
         w = random_floats((n, k), dtype)

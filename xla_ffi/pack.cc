@@ -12,8 +12,8 @@ namespace {
 
 constexpr uint64_t kBytes = 0x0101010101010101u;
 constexpr uint32_t kZeroCodes = 0x88888888u;  // eight stored codes of value 0
-// Inputs that one channel writes before the next has its turn: 4 KiB of a block.
-constexpr int64_t kSegmentInputs = 512;
+// Inputs that one channel writes before the next has its turn: 16 KiB of a block.
+constexpr int64_t kSpanInputs = kMostWeights;
 
 // Loads and stores of any alignment.
 template <class T>
@@ -51,44 +51,32 @@ uint32_t Spread(uint32_t nibbles) {
   return (pairs | (pairs << 4)) & 0x0f0f0f0fu;
 }
 
-// Writes the four bytes of each run that belong to one channel.
-class ChannelWriter {
- public:
-  explicit ChannelWriter(uint8_t* first) : next_(first) {}
-
-  void Put(uint32_t run) {
-    Store(next_, run);
-    next_ += kRunBytes;
-  }
-  void Fill(int64_t runs) {
-    for (int64_t run = 0; run < runs; ++run) Put(kZeroCodes);
-  }
-
- private:
-  uint8_t* next_;
-};
+void FillRuns(int64_t runs, uint8_t* out) {
+  for (int64_t run = 0; run < runs; ++run) Store(out + run * kRunBytes, kZeroCodes);
+}
 
 int64_t Runs(int64_t inputs) { return (inputs + kRunInputs - 1) / kRunInputs; }
 
-// Sources: Put(row, first, count, out) writes the runs of inputs [first, first + count) of a row
-// and returns the sum of their codes. `first` is a multiple of kRunInputs.
+// Sources: Put(row, first, count, out) writes four bytes of each run of inputs [first, first +
+// count) of a row, the first at `out`, and returns the sum of their codes. `first` is a multiple of
+// kRunInputs.
 
 class CodeSource {
  public:
   explicit CodeSource(const PackRows<int8_t>& rows) : rows_(rows) {}
 
-  int32_t Put(int64_t row, int64_t first, int64_t count, ChannelWriter& out) {
+  int32_t Put(int64_t row, int64_t first, int64_t count, uint8_t* out) {
     const int8_t* codes = rows_.data + row * rows_.stride + first;
     int32_t sum = 0;
     uint64_t seen = 0;
     const int64_t whole = count / kRunInputs * kRunInputs;
     for (int64_t i = 0; i < whole; i += kRunInputs) {
-      sum += PutRun(Load<uint64_t>(codes + i), &seen, out);
+      sum += PutRun(Load<uint64_t>(codes + i), &seen, out + i / kRunInputs * kRunBytes);
     }
     if (whole < count) {
       uint64_t last = 0;
       memcpy(&last, codes + whole, static_cast<size_t>(count - whole));
-      sum += PutRun(last, &seen, out);
+      sum += PutRun(last, &seen, out + whole / kRunInputs * kRunBytes);
     }
     seen_ |= seen;
     return sum - kCodeOffset * static_cast<int32_t>(Runs(count) * kRunInputs);
@@ -97,12 +85,12 @@ class CodeSource {
   bool valid() const { return (seen_ & (0xf0 * kBytes)) == 0; }
 
  private:
-  static int32_t PutRun(uint64_t codes, uint64_t* seen, ChannelWriter& out) {
+  static int32_t PutRun(uint64_t codes, uint64_t* seen, uint8_t* out) {
     // Adds 8 to each byte, without carries between them.
     const uint64_t stored =
         ((codes & (0x7f * kBytes)) + kCodeOffset * kBytes) ^ (codes & (0x80 * kBytes));
     *seen |= stored;
-    out.Put(Join(stored & (0x0f * kBytes)));
+    Store(out, Join(stored & (0x0f * kBytes)));
     return static_cast<int32_t>(((stored & (0x0f * kBytes)) * kBytes) >> 56);
   }
 
@@ -114,14 +102,14 @@ class WordSource {
  public:
   explicit WordSource(const PackRows<int32_t>& rows) : rows_(rows) {}
 
-  int32_t Put(int64_t row, int64_t first, int64_t count, ChannelWriter& out) {
+  int32_t Put(int64_t row, int64_t first, int64_t count, uint8_t* out) {
     const int32_t* words = Offset(rows_.data, row * rows_.stride + first / kRunInputs);
     int32_t sum = 0;
     const int64_t whole = count / kRunInputs;
-    for (int64_t i = 0; i < whole; ++i) sum += PutRun(Word(words, i), out);
+    for (int64_t i = 0; i < whole; ++i) sum += PutRun(Word(words, i), out + i * kRunBytes);
     if (whole * kRunInputs < count) {
       const uint32_t mask = (uint32_t{1} << (4 * (count - whole * kRunInputs))) - 1;
-      sum += PutRun((Word(words, whole) & mask) | (kZeroCodes & ~mask), out);
+      sum += PutRun((Word(words, whole) & mask) | (kZeroCodes & ~mask), out + whole * kRunBytes);
     }
     return sum - kCodeOffset * static_cast<int32_t>(Runs(count) * kRunInputs);
   }
@@ -132,10 +120,10 @@ class WordSource {
   static uint32_t Word(const int32_t* words, int64_t index) {
     return static_cast<uint32_t>(At(words, index));
   }
-  static int32_t PutRun(uint32_t word, ChannelWriter& out) {
+  static int32_t PutRun(uint32_t word, uint8_t* out) {
     const uint32_t low = Spread(word & 0xffffu);
     const uint32_t high = Spread(word >> 16);
-    out.Put(low | (high << 4));
+    Store(out, low | (high << 4));
     return static_cast<int32_t>(((low + high) * 0x01010101u) >> 24);
   }
 
@@ -158,23 +146,17 @@ class FloatSource {
     return scale;
   }
 
-  int32_t Put(int64_t row, int64_t first, int64_t count, ChannelWriter& out) {
+  int32_t Put(int64_t row, int64_t first, int64_t count, uint8_t* out) {
     const float scale = scale_[row % kBlockChannels];
     const int64_t runs = Runs(count);
     if (!(scale > 0)) {
-      out.Fill(runs);
+      FillRuns(runs, out);
       return 0;
     }
-    alignas(64) uint8_t stored[kSegmentInputs];
-    kernels_.quantize(dtype_, Weights(row, first), count, scale, stored);
-    for (int64_t i = count; i < runs * kRunInputs; ++i) stored[i] = kCodeOffset;
-    int32_t sum = 0;
-    for (int64_t run = 0; run < runs; ++run) {
-      const uint64_t eight = Load<uint64_t>(stored + run * kRunInputs);
-      out.Put(Join(eight));
-      sum += static_cast<int32_t>((eight * kBytes) >> 56);
-    }
-    return sum - kCodeOffset * static_cast<int32_t>(runs * kRunInputs);
+    uint32_t packed[kSpanInputs / kRunInputs];
+    const int32_t sum = kernels_.quantize(dtype_, Weights(row, first), count, scale, packed);
+    for (int64_t run = 0; run < runs; ++run) Store(out + run * kRunBytes, packed[run]);
+    return sum;
   }
 
   static bool valid() { return true; }  // what isn't finite shows in the scales
@@ -210,30 +192,92 @@ float LoadScale(const PackScales& scales, int64_t row, int64_t group) {
   return scales.dtype == DType::kBF16 ? FloatOfBF16(half) : FloatOfF16(half);
 }
 
-// Fills the codes of one group of a block, and adds scale x sum of codes to each channel's total.
-// Product and sum are rounded each (the file is compiled without contraction), as numpy does.
-template <class Source>
-void PackGroup(Source& source, const PackTarget& target, int64_t block, int64_t group,
-               int64_t channels, const float* scale, float* total) {
-  int32_t sums[kBlockChannels] = {};
-  const int64_t first = group * target.group_width;
-  const int64_t count = target.GroupInputs(group);
-  uint8_t* codes = target.codes + block * target.codes_stride +
-                   first / kRunInputs * static_cast<int64_t>(kRunBytes);
-  for (int64_t begin = 0; begin < target.group_width; begin += kSegmentInputs) {
-    const int64_t room = target.group_width - begin;
-    const int64_t width = room < kSegmentInputs ? room : kSegmentInputs;
-    const int64_t left = count > begin ? count - begin : 0;
-    const int64_t present = left < width ? left : width;
-    for (int64_t c = 0; c < kBlockChannels; ++c) {
-      ChannelWriter out(codes + begin / kRunInputs * kRunBytes + 4 * c);
-      const bool exists = c < channels;
-      if (exists) sums[c] += source.Put(block * kBlockChannels + c, first + begin, present, out);
-      out.Fill(width / kRunInputs - (exists ? Runs(present) : 0));
+// One block: its channels take turns in filling a span of inputs, which is whole groups or part of
+// one, so that reads are long and what is written stays in the first-level cache.
+template <class Source, class MakeScale>
+class BlockPacker {
+ public:
+  BlockPacker(Source& source, const MakeScale& make_scale, const PackTarget& target, int64_t block,
+              int64_t channels)
+      : source_(source),
+        make_scale_(make_scale),
+        target_(target),
+        block_(block),
+        channels_(channels) {}
+
+  // False if a scale isn't finite.
+  bool Run() {
+    const int64_t width = target_.group_width;
+    if (width <= kSpanInputs) {
+      const int64_t step = kSpanInputs / width;
+      for (int64_t group = 0; group < target_.groups; group += step) {
+        const int64_t end = group + step < target_.groups ? group + step : target_.groups;
+        for (int64_t c = 0; c < kBlockChannels; ++c) FillGroups(c, group, end);
+      }
+    } else {
+      for (int64_t group = 0; group < target_.groups; ++group) FillWideGroup(group);
+    }
+    memcpy(target_.scaled_sum + block_ * target_.sum_stride, total_, sizeof(total_));
+    return finite_;
+  }
+
+ private:
+  void FillGroups(int64_t channel, int64_t begin, int64_t end) {
+    const int64_t width = target_.group_width;
+    for (int64_t group = begin; group < end; ++group) {
+      StartGroup(channel, group);
+      FillPiece(channel, group * width, (group + 1) * width);
+      EndGroup(channel);
     }
   }
-  for (int64_t c = 0; c < channels; ++c) total[c] += static_cast<float>(sums[c]) * scale[c];
-}
+
+  void FillWideGroup(int64_t group) {
+    const int64_t begin = group * target_.group_width;
+    const int64_t end = begin + target_.group_width;
+    for (int64_t c = 0; c < kBlockChannels; ++c) StartGroup(c, group);
+    for (int64_t i = begin; i < end; i += kSpanInputs) {
+      const int64_t stop = i + kSpanInputs < end ? i + kSpanInputs : end;
+      for (int64_t c = 0; c < kBlockChannels; ++c) FillPiece(c, i, stop);
+    }
+    for (int64_t c = 0; c < kBlockChannels; ++c) EndGroup(c);
+  }
+
+  void StartGroup(int64_t channel, int64_t group) {
+    const float scale =
+        channel < channels_ ? make_scale_(block_ * kBlockChannels + channel, group) : 0.0f;
+    finite_ = finite_ && (BitsOf(scale) & 0x7f800000u) != 0x7f800000u;
+    StoreScale(target_, block_, group, channel, scale);
+    scale_[channel] = scale;
+    sum_[channel] = 0;
+  }
+
+  // Product and sum are rounded each (the file is compiled without contraction), as numpy does.
+  void EndGroup(int64_t channel) {
+    total_[channel] += static_cast<float>(sum_[channel]) * scale_[channel];
+  }
+
+  void FillPiece(int64_t channel, int64_t begin, int64_t end) {
+    uint8_t* out = target_.codes + block_ * target_.codes_stride + begin / kRunInputs * kRunBytes +
+                   channel * (kRunBytes / kBlockChannels);
+    const int64_t last = end < target_.inputs ? end : target_.inputs;
+    const int64_t present = channel < channels_ && last > begin ? last - begin : 0;
+    if (present > 0) {
+      sum_[channel] += source_.Put(block_ * kBlockChannels + channel, begin, present, out);
+    }
+    const int64_t filled = Runs(present);
+    FillRuns((end - begin) / kRunInputs - filled, out + filled * kRunBytes);
+  }
+
+  Source& source_;
+  const MakeScale& make_scale_;
+  const PackTarget& target_;
+  int64_t block_;
+  int64_t channels_;  // that exist
+  bool finite_ = true;
+  int32_t sum_[kBlockChannels] = {};
+  float scale_[kBlockChannels] = {};
+  float total_[kBlockChannels] = {};
+};
 
 // Fills all blocks; make_scale(row, group) gives each scale just before its codes are put.
 template <class Source, class MakeScale>
@@ -243,17 +287,8 @@ bool Pack(Source& source, int64_t rows, const PackTarget& target, const MakeScal
   for (int64_t block = 0; block < target.blocks; ++block) {
     const int64_t left = rows - block * kBlockChannels;
     const int64_t channels = left < kBlockChannels ? left : kBlockChannels;
-    float total[kBlockChannels] = {};
-    for (int64_t group = 0; group < target.groups; ++group) {
-      float scale[kBlockChannels] = {};
-      for (int64_t c = 0; c < channels; ++c) {
-        scale[c] = make_scale(block * kBlockChannels + c, group);
-        finite = finite && (BitsOf(scale[c]) & 0x7f800000u) != 0x7f800000u;
-      }
-      for (int64_t c = 0; c < kBlockChannels; ++c) StoreScale(target, block, group, c, scale[c]);
-      PackGroup(source, target, block, group, channels, scale, total);
-    }
-    memcpy(target.scaled_sum + block * target.sum_stride, total, sizeof(total));
+    BlockPacker packer(source, make_scale, target, block, channels);
+    finite = packer.Run() && finite;
   }
   return finite && source.valid();
 }

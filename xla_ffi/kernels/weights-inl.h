@@ -52,6 +52,7 @@ static inline float LargestOf(const void* weights, int64_t n) {
   return FlushSubnormal(Format::ToFloat(largest));
 }
 
+// stored[i] = code of weights[i] plus 8.
 template <class Format, bool kFlush>
 static inline void QuantizeAll(const void* weights, int64_t n, float scale, uint8_t* stored) {
   using Bits = typename Format::Bits;
@@ -68,13 +69,24 @@ static inline void QuantizeAll(const void* weights, int64_t n, float scale, uint
 }
 
 template <class Format>
-static inline void QuantizeOf(const void* weights, int64_t n, float scale, uint8_t* stored) {
+static inline int32_t QuantizeOf(const void* weights, int64_t n, float scale, uint32_t* runs) {
+  alignas(64) uint8_t stored[kMostWeights];
   // Next to a larger scale a subnormal weight rounds to 0 all by itself.
   if (scale > 0x1p-120f) {
     QuantizeAll<Format, false>(weights, n, scale, stored);
   } else {
     QuantizeAll<Format, true>(weights, n, scale, stored);
   }
+  const int64_t count = (n + kRunInputs - 1) / kRunInputs;
+  for (int64_t i = n; i < count * kRunInputs; ++i) stored[i] = kCodeOffset;
+  int32_t sum = 0;
+  for (int64_t i = 0; i < count * kRunInputs; ++i) sum += stored[i];
+  for (int64_t run = 0; run < count; ++run) {
+    uint64_t eight;
+    memcpy(&eight, stored + run * kRunInputs, sizeof(eight));
+    runs[run] = static_cast<uint32_t>(eight | (eight >> 28));
+  }
+  return sum - kCodeOffset * static_cast<int32_t>(count * kRunInputs);
 }
 
 static float Largest(DType dtype, const void* weights, int64_t n) {
@@ -88,13 +100,13 @@ static float Largest(DType dtype, const void* weights, int64_t n) {
   }
 }
 
-static void Quantize(DType dtype, const void* weights, int64_t n, float scale, uint8_t* stored) {
+static int32_t Quantize(DType dtype, const void* weights, int64_t n, float scale, uint32_t* runs) {
   switch (dtype) {
     case DType::kF32:
-      return QuantizeOf<F32Weights>(weights, n, scale, stored);
+      return QuantizeOf<F32Weights>(weights, n, scale, runs);
     case DType::kBF16:
-      return QuantizeOf<BF16Weights>(weights, n, scale, stored);
+      return QuantizeOf<BF16Weights>(weights, n, scale, runs);
     default:
-      return QuantizeOf<F16Weights>(weights, n, scale, stored);
+      return QuantizeOf<F16Weights>(weights, n, scale, runs);
   }
 }

@@ -8,6 +8,8 @@
 
 namespace jax_w4a8 {
 
+constexpr int64_t kMostWeights = 2048;
+
 struct WeightKernels {
   const char* name;  // that of the Kernels of the same instruction set
 
@@ -15,9 +17,11 @@ struct WeightKernels {
   // is. Subnormal floats count as zero, as they do for XLA on CPUs.
   float (*largest)(DType dtype, const void* weights, int64_t n);
 
-  // stored[i] = code of weights[i] plus 8: round(weight / scale), halves to even, at most 7. Takes
-  // scale > 0, and magnitudes of at most 8 x scale.
-  void (*quantize)(DType dtype, const void* weights, int64_t n, float scale, uint8_t* stored);
+  // Quantises n <= kMostWeights weights: code = round(weight / scale), halves to even, at most 7.
+  // runs[r] gets the four bytes that one channel has in a run of the packed layout, ceil(n / 8) of
+  // them, with code 0 behind the last weight. Returns the sum of the codes. Takes scale > 0, and
+  // magnitudes of at most 8 x scale.
+  int32_t (*quantize)(DType dtype, const void* weights, int64_t n, float scale, uint32_t* runs);
 };
 
 // Those of the instruction set in use; see ActiveKernels.
