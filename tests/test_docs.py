@@ -42,15 +42,6 @@ def test_readme_model_runs():
     assert namespace["ids"].shape[0] == 1
 
 
-def test_packing_page_runs(tmp_path, monkeypatch):
-    pytest.importorskip("jax_w4a8.models")
-    monkeypatch.chdir(tmp_path)
-    namespace: dict = {}
-    for block in _python_blocks(README.parent / "docs" / "packing.md"):
-        exec(block, namespace)
-    assert len(list((tmp_path / "packed-cache").iterdir())) == 1
-
-
 def test_package_example_runs():
     assert doctest.testmod(jax_w4a8).attempted > 0
     assert doctest.testmod(jax_w4a8).failed == 0
