@@ -22,6 +22,8 @@ try:
     from jax_w4a8 import _native
 except ImportError:
     _native = None  # type: ignore[assignment]
+if not hasattr(_native, "pack_codes"):  # built from other sources than these
+    _native = None  # type: ignore[assignment]
 
 BLOCK_CHANNELS = 16
 #: Packed bytes of one call: long enough to be worth a thread's while, short enough to share a matrix out.

@@ -19,6 +19,7 @@ from jax_w4a8 import nnx as w4a8_nnx  # noqa: E402
 from jax_w4a8.blocks import MoEWeights  # noqa: E402
 from jax_w4a8.checkpoint import CheckpointError, read_linear, read_moe  # noqa: E402
 from jax_w4a8.models import default_model_path, load_model  # noqa: E402
+from jax_w4a8.models.span import Span  # noqa: E402
 from jax_w4a8.nnx import (  # noqa: E402
     FloatMoE,
     PackedWeight,
@@ -259,7 +260,9 @@ def test_layers_of_a_checkpoint_are_those_of_its_model(stored_model):
     weights = read_moe(path, "model.layers.0.mlp")
     module = W4A8MoE.from_weights(weights, layer.mlp.routing)
     jax.tree.map(assert_same_bits, weights.experts, layer.mlp.experts.get_value())
-    np.testing.assert_allclose(call(module, x), call(layer.mlp, x), rtol=1e-5, atol=1e-6)
+    span = Span(jnp.zeros(2, jnp.int32), jnp.full(2, 3, jnp.int32), 3)
+    expected = jax.jit(lambda mlp, x: mlp(x, span))(layer.mlp, x)
+    np.testing.assert_allclose(call(module, x), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_missing_layer_is_named():

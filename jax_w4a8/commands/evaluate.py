@@ -16,8 +16,6 @@ from jax_w4a8.experts.base import ACTIVATION_SCHEMES
 if TYPE_CHECKING:
     from jax_w4a8.models import Decoder, Perplexity
 
-_ALLOW_FLOAT: dict[str, Any] = {"allow_float": True}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the subcommand's arguments."""
@@ -59,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         results["w4a16"] = _evaluate("float activations", wide, ids, text_bytes, arguments)
     del model
     if arguments.float is not None:
-        original = load_model(arguments.float, **_ALLOW_FLOAT)
+        original = load_model(arguments.float, allow_float=True)
         results["float"] = _evaluate("float", original, ids, text_bytes, arguments)
     report = _report(results, arguments)
     print(json.dumps(report) if arguments.json else "\n".join(_lines(report)))
