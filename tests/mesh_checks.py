@@ -471,7 +471,7 @@ def check_refusals():
 
 
 def check_gradients_cross_shard_map():
-    """With respect to router weights: slot by slot it comes from the INT8 slots, as docs/transforms.md says."""
+    """With respect to router weights; slot by slot it comes from the INT8 slots (docs/transforms.md)."""
     x, weights, ids, _ = _tokens()
 
     def loss_of_slots(weights, experts):
