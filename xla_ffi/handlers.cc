@@ -12,7 +12,6 @@
 #include <utility>
 
 #include "float_env.h"
-#include "grouped.h"
 #include "kernels/kernels.h"
 #include "layout.h"
 #include "matmul.h"
@@ -338,20 +337,20 @@ Error Linear(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer codes, AnyBuffer scale
 Error GroupedLinear(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer ids, AnyBuffer codes,
                     AnyBuffer scale, AnyBuffer scaled_sum, AnyBuffer bias, bool symmetric,
                     ffi::Result<AnyBuffer> y) {
-  GroupedLinearCall call = {};
+  LinearCall call = {};
   if (codes.dimensions().size() != 4) {
     return Error::InvalidArgument("weights.codes must have shape [E, blocks, groups, bytes], got " +
                                   ShapeText(codes));
   }
   call.matrices = codes.dimensions()[0];
   JAX_W4A8_RETURN_IF_ERROR(DecodeLinear(x, {"weights", codes, scale, scaled_sum, bias},
-                                        call.matrices, symmetric, *y, &call.linear));
+                                        call.matrices, symmetric, *y, &call));
   JAX_W4A8_RETURN_IF_ERROR(CheckDType("ids", ids, ffi::DataType::S32, "int32"));
-  JAX_W4A8_RETURN_IF_ERROR(CheckShape("ids", ids, {call.linear.rows}));
+  JAX_W4A8_RETURN_IF_ERROR(CheckShape("ids", ids, {call.rows}));
   call.ids = static_cast<const int32_t*>(ids.untyped_data());
-  JAX_W4A8_RETURN_IF_ERROR(CheckIds(call.ids, call.linear.rows, 1, call.matrices));
-  return WithTeam(pool, LinearWork(call.linear), [&](Team& team) {
-    return RunGroupedLinear(call, ActiveKernels(), team) ? Error::Success() : OutOfMemory();
+  JAX_W4A8_RETURN_IF_ERROR(CheckIds(call.ids, call.rows, 1, call.matrices));
+  return WithTeam(pool, LinearWork(call), [&](Team& team) {
+    return RunLinear(call, ActiveKernels(), team) ? Error::Success() : OutOfMemory();
   });
 }
 

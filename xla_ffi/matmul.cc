@@ -1,6 +1,9 @@
 #include "matmul.h"
 
+#include <string.h>
+
 #include <algorithm>
+#include <numeric>
 
 namespace jax_w4a8 {
 namespace {
@@ -17,6 +20,33 @@ int64_t PairCost(const PackedMatrix& weights, int64_t rows) {
 }
 
 }  // namespace
+
+// A counting sort.
+std::vector<RowRun> SortRows(const int32_t* ids, int64_t rows, int64_t matrices, int32_t* order) {
+  std::vector<int64_t> next(static_cast<size_t>(matrices), 0);
+  for (int64_t row = 0; row < rows; ++row) {
+    if (ids[row] >= 0) ++next[static_cast<size_t>(ids[row])];
+  }
+  std::vector<RowRun> runs;
+  int64_t begin = 0;
+  for (int64_t matrix = 0; matrix < matrices; ++matrix) {
+    const int64_t count = next[static_cast<size_t>(matrix)];
+    if (count > 0) runs.push_back({matrix, begin, count});
+    next[static_cast<size_t>(matrix)] = begin;
+    begin += count;
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    if (ids[row] >= 0) order[next[static_cast<size_t>(ids[row])]++] = static_cast<int32_t>(row);
+  }
+  return runs;
+}
+
+void ClearAbsentRows(const int32_t* ids, int64_t rows, void* out, size_t row_bytes) {
+  for (int64_t row = 0; row < rows; ++row) {
+    if (ids[row] < 0)
+      memset(static_cast<char*>(out) + static_cast<size_t>(row) * row_bytes, 0, row_bytes);
+  }
+}
 
 void PlanWork(const PackedMatrix& weights, const std::vector<RowRun>& runs, int threads,
               std::vector<WorkItem>* items) {
@@ -107,17 +137,28 @@ void QuantizeRange(const Kernels& kernels, DType dtype, const void* x, int64_t f
   }
 }
 
+namespace {
+
+// Fills `order` and returns its runs.
+std::vector<RowRun> OrderRows(const LinearCall& call, int32_t* order) {
+  if (call.ids) return SortRows(call.ids, call.rows, call.matrices, order);
+  std::iota(order, order + call.rows, 0);
+  return {{0, 0, call.rows}};
+}
+
+}  // namespace
+
 bool RunLinear(const LinearCall& call, const Kernels& kernels, Team& team) {
   const PackedMatrix& w = call.weights;
   const int64_t floats_stride = (call.features + 15) / 16 * 16;
   QuantizedRows q;
   float* floats = nullptr;
-  int32_t* identity = nullptr;
+  int32_t* order = nullptr;
   TileScratch tiles;
   const auto lay_out = [&](ScratchLayout layout) {
     q = TakeQuantizedRows(layout, call.rows, w);
     floats = layout.Take<float>(team.threads() * floats_stride);
-    identity = layout.Take<int32_t>(call.rows);
+    order = layout.Take<int32_t>(call.rows);
     tiles = TileScratch(layout, kernels, team.threads(), w.inputs());
     return layout.size();
   };
@@ -129,14 +170,17 @@ bool RunLinear(const LinearCall& call, const Kernels& kernels, Team& team) {
     QuantizeRange(kernels, call.dtype, call.x, call.features, nullptr, call.symmetric, begin, end,
                   floats + worker * floats_stride, q);
   });
-  for (int64_t row = 0; row < call.rows; ++row) identity[row] = static_cast<int32_t>(row);
+  if (call.ids) {
+    const size_t row_bytes = static_cast<size_t>(call.out_features) * SizeOf(call.dtype);
+    ClearAbsentRows(call.ids, call.rows, call.y, row_bytes);
+  }
 
   std::vector<WorkItem> items;
-  PlanWork(w, {{0, 0, call.rows}}, team.threads(), &items);
+  PlanWork(w, OrderRows(call, order), team.threads(), &items);
   MatmulArgs args = {};
   args.weights = w;
   args.rows = q;
-  args.row_index = args.out_index = identity;
+  args.row_index = args.out_index = order;
   args.out = call.y;
   args.out_dtype = call.dtype;
   args.out_stride = args.out_columns = call.out_features;

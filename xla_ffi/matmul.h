@@ -27,6 +27,13 @@ struct WorkItem {
   int64_t block_end;
 };
 
+// Lists `rows` rows by the matrix that each meets, those of a matrix in ascending order and those
+// of negative ids left out, and returns the runs of that list.
+std::vector<RowRun> SortRows(const int32_t* ids, int64_t rows, int64_t matrices, int32_t* order);
+
+// Zeros for the rows of negative ids, which meet no matrix. `out` is [rows, row_bytes].
+void ClearAbsentRows(const int32_t* ids, int64_t rows, void* out, size_t row_bytes);
+
 // Cuts every run into row pieces and block ranges, so that `threads` threads share even a single
 // run evenly.
 void PlanWork(const PackedMatrix& weights, const std::vector<RowRun>& runs, int threads,
@@ -77,15 +84,18 @@ void ForRanges(Team& team, int64_t count, int64_t cost, const Body& body) {
   });
 }
 
+// A linear map, or one whose rows each meet a matrix of their own choice out of a stack.
 struct LinearCall {
   DType dtype;    // of x and y
   const void* x;  // [rows, features]
   int64_t rows;
   int64_t features;
   bool symmetric;
-  PackedMatrix weights;
-  void* y;  // [rows, out_features]
+  PackedMatrix weights;  // the first of a stack
+  void* y;               // [rows, out_features]
   int64_t out_features;
+  const int32_t* ids;  // [rows]: matrix of each row, -1 for none: zeros. Null: all meet the first.
+  int64_t matrices;
 };
 
 // False when there is no memory for scratch.

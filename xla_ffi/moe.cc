@@ -1,7 +1,5 @@
 #include "moe.h"
 
-#include <string.h>
-
 #include <algorithm>
 #include <vector>
 
@@ -36,7 +34,8 @@ class Pass {
   void Run() {
     if (call_.slots) {
       outputs_ = call_.slots;
-      ClearAbsentSlots();
+      ClearAbsentRows(call_.ids, slots_, outputs_,
+                      static_cast<size_t>(call_.hidden) * sizeof(float));
     }
     SortByExpert();
     QuantizeTokens();
@@ -50,24 +49,11 @@ class Pass {
   }
 
  private:
-  // Counting sort, stable: slots of one expert stay in the order of their tokens.
   void SortByExpert() {
-    std::vector<int64_t> next(static_cast<size_t>(call_.experts) + 1, 0);
-    for (int64_t slot = 0; slot < slots_; ++slot) {
-      if (call_.ids[slot] >= 0) ++next[static_cast<size_t>(call_.ids[slot]) + 1];
-    }
-    for (int64_t expert = 0; expert < call_.experts; ++expert) {
-      const int64_t begin = next[static_cast<size_t>(expert)];
-      const int64_t count = next[static_cast<size_t>(expert) + 1];
-      if (count > 0) runs_.push_back({expert, begin, count});
-      next[static_cast<size_t>(expert) + 1] = begin + count;
-    }
-    for (int64_t slot = 0; slot < slots_; ++slot) {
-      if (call_.ids[slot] < 0) continue;
-      const int64_t place = next[static_cast<size_t>(call_.ids[slot])]++;
-      order_[place] = static_cast<int32_t>(slot);
-      token_[place] = static_cast<int32_t>(slot / call_.top_k);
-      present_ = place + 1 > present_ ? place + 1 : present_;
+    runs_ = SortRows(call_.ids, slots_, call_.experts, order_);
+    if (!runs_.empty()) present_ = runs_.back().begin + runs_.back().count;
+    for (int64_t place = 0; place < present_; ++place) {
+      token_[place] = static_cast<int32_t>(order_[place] / call_.top_k);
     }
   }
 
@@ -105,13 +91,6 @@ class Pass {
     args.out_columns = columns;
     args.activation = activation;
     RunMatmul(team_, kernels_, args, items_, tiles_);
-  }
-
-  void ClearAbsentSlots() {
-    for (int64_t slot = 0; slot < slots_; ++slot) {
-      if (call_.ids[slot] >= 0) continue;
-      memset(outputs_ + slot * call_.hidden, 0, static_cast<size_t>(call_.hidden) * sizeof(float));
-    }
   }
 
   const MoeCall& call_;
