@@ -1,4 +1,8 @@
-"""Experts that a checkpoint leaves in floating point."""
+"""Experts on floating point activations: those that a checkpoint leaves unquantised, and packed ones.
+
+Packed weights stay packed in memory; each expert is widened where it is used, at every call. What separates
+that from :func:`jax_w4a8.fused_experts` is the cost of INT8 activations.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,15 @@ from jax_w4a8.checkpoint import FloatExperts
 from jax_w4a8.experts.base import Activation
 from jax_w4a8.experts.xla import activate
 from jax_w4a8.models.layers import matmul_float
+from jax_w4a8.weights import ExpertWeights, unpack_experts
 
 
 def apply_float_experts(
-    x: jax.Array, weights: jax.Array, ids: jax.Array, experts: FloatExperts, activation: Activation
+    x: jax.Array,
+    weights: jax.Array,
+    ids: jax.Array,
+    experts: FloatExperts | ExpertWeights,
+    activation: Activation,
 ) -> jax.Array:
     """The weighted sum of each token's experts.
 
@@ -26,7 +35,7 @@ def apply_float_experts(
     Args:
       x: float32 ``[..., H]``.
       weights, ids: ``[..., k]``, as :func:`jax_w4a8.route` gives them; id -1 adds nothing.
-      experts: weights in floating point.
+      experts: weights in floating point, or packed ones, which are widened.
       activation: between the projections.
 
     Returns:
@@ -40,15 +49,24 @@ def apply_float_experts(
         chosen = ids == number
 
         def share() -> jax.Array:
-            expert = jax.tree.map(lambda leaf: leaf[number], experts)
+            expert = _widened(jax.tree.map(lambda leaf: leaf[number], experts))
             weight = jnp.where(chosen, weights, 0).sum(axis=-1, keepdims=True)
             part = lax.optimization_barrier(weight * _expert(rows, expert, activation))
             return y + jnp.where(chosen.any(axis=-1, keepdims=True), part, 0)
 
         return lax.cond(chosen.any(), share, lambda: y)
 
-    y = lax.fori_loop(0, experts.w13.shape[0], add, jnp.zeros(rows.shape, jnp.float32))
+    count = jax.tree.leaves(experts)[0].shape[0]
+    y = lax.fori_loop(0, count, add, jnp.zeros(rows.shape, jnp.float32))
     return y.reshape(x.shape)
+
+
+def _widened(expert: FloatExperts | ExpertWeights) -> FloatExperts:
+    """One expert, its leaves without the E axis."""
+    if isinstance(expert, FloatExperts):
+        return expert
+    w13, w2, w13_bias, w2_bias = unpack_experts(expert)
+    return FloatExperts(w13.dequantize(), w2.dequantize(), w13_bias, w2_bias)
 
 
 def _expert(rows: jax.Array, expert: FloatExperts, activation: Activation) -> jax.Array:

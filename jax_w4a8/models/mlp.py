@@ -10,7 +10,6 @@ from jax_w4a8.checkpoint import FloatExperts
 from jax_w4a8.experts.base import Activation
 from jax_w4a8.experts.xla import activate
 from jax_w4a8.invariance import evenly, rounded
-from jax_w4a8.models.float_activations import fused_experts_float
 from jax_w4a8.models.float_experts import apply_float_experts
 from jax_w4a8.models.layers import Linear, QuantizedOptions
 from jax_w4a8.models.span import Span
@@ -87,10 +86,8 @@ class MoE(nnx.Module):
 
     def _experts(self, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
         experts = self.experts.get_value()
-        if isinstance(experts, FloatExperts):
+        if self.options.float_activations or isinstance(experts, FloatExperts):
             return apply_float_experts(x, weights, ids, experts, self.activation)
-        if self.options.float_activations:
-            return fused_experts_float(x, weights, ids, experts, self.activation)
         return fused_experts(
             x,
             weights,
