@@ -1,7 +1,7 @@
 """Measures packing: GB/s of packed output from each source, on one thread and on all, and peak memory.
 
 python benchmarks/packing.py            # prints a table, writes results/packing/qwen3-30b-a3b.json
-python benchmarks/packing.py --experts 8 --repetitions 1 --json /tmp/packing.json
+python benchmarks/packing.py --experts 8 --repetitions 1 --json packing.json
 
 Each case runs in a process of its own, so that peak memory is its own: what packing took beside its input and
 output.

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import abc
 import importlib.metadata
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_w4a8.bench.implementations import Implementation
-from jax_w4a8.bench.work import Array
+from jax_w4a8.bench.implementations import Implementation, Loaded
+from jax_w4a8.bench.work import Array, Round
 from jax_w4a8.quantization import CHANNELWISE, QuantizedTensor
 from jax_w4a8.weights import ExpertWeights, LinearWeights, unpack_experts, unpack_linear
 
@@ -39,6 +40,31 @@ class Peer(Implementation):
     def version(self) -> str:
         """The installed version."""
         return importlib.metadata.version(self.distribution)
+
+
+class LoadedTorchLayers(Loaded):
+    """Layers of a runtime that is called layer by layer with torch tensors."""
+
+    @abc.abstractmethod
+    def calls(self, inputs: Round) -> tuple[Callable[[int], None], Any]:
+        """A function that runs one layer, by its number, and the tensor that it writes."""
+
+    def prepare(self, inputs: Round) -> Callable[[], None]:
+        """As :meth:`Loaded.prepare`."""
+        call, _ = self.calls(inputs)
+
+        def run() -> None:
+            for layer in range(inputs.layers):
+                call(layer)
+
+        return run
+
+    def first_output(self, inputs: Round) -> Array:
+        """As :meth:`Loaded.first_output`."""
+        call, out = self.calls(inputs)
+        call(0)
+        result: Array = out.float().numpy()
+        return result
 
 
 def projections(layer: Any) -> Sequence[QuantizedTensor]:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from jax_w4a8.bench.implementations import Loaded
-from jax_w4a8.bench.peers.base import Peer, pairs, projections
-from jax_w4a8.bench.work import Array, MoEWork, Round, Work
+from jax_w4a8.bench.peers.base import LoadedTorchLayers, Peer, pairs, projections
+from jax_w4a8.bench.work import MoEWork, Round, Work
 
 _GROUP = 32
 _MOST_TOKENS = 1024
@@ -45,7 +45,7 @@ class KTransformers(Peer):
         return 2.2 * work.layer_bytes
 
 
-class _Loaded(Loaded):
+class _Loaded(LoadedTorchLayers):
     name = KTransformers.name
     variant = "RAWINT4"
 
@@ -94,7 +94,8 @@ class _Loaded(Loaded):
         self._cpu.sync()
         return moe
 
-    def _calls(self, inputs: Round) -> tuple[Callable[[int], None], Any]:
+    def calls(self, inputs: Round) -> tuple[Callable[[int], None], Any]:
+        """As :meth:`LoadedTorchLayers.calls`."""
         torch = self._torch
         x = torch.from_numpy(inputs.x).bfloat16()
         out = torch.zeros_like(x)
@@ -117,23 +118,6 @@ class _Loaded(Loaded):
             )
 
         return call, out
-
-    def prepare(self, inputs: Round) -> Callable[[], None]:
-        """As :meth:`Loaded.prepare`."""
-        call, _ = self._calls(inputs)
-
-        def run() -> None:
-            for layer in range(inputs.layers):
-                call(layer)
-
-        return run
-
-    def first_output(self, inputs: Round) -> Array:
-        """As :meth:`Loaded.first_output`."""
-        call, out = self._calls(inputs)
-        call(0)
-        result: Array = out.float().numpy()
-        return result
 
     def close(self) -> None:
         """As :meth:`Loaded.close`."""

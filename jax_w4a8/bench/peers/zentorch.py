@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from jax_w4a8.bench.implementations import Loaded
-from jax_w4a8.bench.peers.base import Peer, even_groups, projections
-from jax_w4a8.bench.work import Array, MoEWork, Round, Work
+from jax_w4a8.bench.peers.base import LoadedTorchLayers, Peer, even_groups, projections
+from jax_w4a8.bench.work import MoEWork, Round, Work
 from jax_w4a8.quantization import CHANNELWISE
 
 
@@ -37,7 +37,7 @@ class ZenTorch(Peer):
         return _Loaded(layers, threads)
 
 
-class _Loaded(Loaded):
+class _Loaded(LoadedTorchLayers):
     name = ZenTorch.name
     variant = "W4A8"
 
@@ -57,7 +57,8 @@ class _Loaded(Loaded):
         scale = torch.from_numpy(weights.scale.astype(np.float32)).bfloat16()
         return codes, scale.transpose(1, 2).contiguous()
 
-    def _calls(self, inputs: Round) -> tuple[Callable[[int], None], Any]:
+    def calls(self, inputs: Round) -> tuple[Callable[[int], None], Any]:
+        """As :meth:`LoadedTorchLayers.calls`."""
         torch = self._torch
         op = torch.ops.zentorch.zentorch_fused_moe
         x = torch.from_numpy(inputs.x).bfloat16()
@@ -73,23 +74,6 @@ class _Loaded(Loaded):
             op(out, x, w13, w2, None, None, weights, ids, False, "silu", s13, s2)
 
         return call, out
-
-    def prepare(self, inputs: Round) -> Callable[[], None]:
-        """As :meth:`Loaded.prepare`."""
-        call, _ = self._calls(inputs)
-
-        def run() -> None:
-            for layer in range(inputs.layers):
-                call(layer)
-
-        return run
-
-    def first_output(self, inputs: Round) -> Array:
-        """As :meth:`Loaded.first_output`."""
-        call, out = self._calls(inputs)
-        call(0)
-        result: Array = out.float().numpy()
-        return result
 
     def close(self) -> None:
         """As :meth:`Loaded.close`."""
