@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,116 +116,80 @@ def random_linear(
     return quantized_tensors(name, random_codes(rng, rows, columns), scale, storage)
 
 
-def random_model(
-    directory: Path,
-    *,
-    hidden: int = 64,
-    intermediate: int = 32,
-    experts: int = 2,
-    top_k: int = 1,
-    layers: int = 1,
-    vocabulary: int = 64,
-    group_size: int = 32,
-    seed: int = 0,
-) -> Path:
-    """A random Qwen3-MoE, every layer MoE."""
-    config = json.loads((DATA / "qwen3_moe-g32-pack" / "config.json").read_text())
-    config |= {
-        "hidden_size": hidden,
-        "moe_intermediate_size": intermediate,
-        "num_local_experts": experts,
-        "num_experts_per_tok": top_k,
-        "num_hidden_layers": layers,
-        "mlp_only_layers": [],
-        "vocab_size": vocabulary,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "quantization_config": quantization(group_size),
-    }
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of a random Qwen3-MoE, every layer MoE."""
+
+    hidden: int = 64
+    intermediate: int = 32
+    experts: int = 2
+    top_k: int = 1
+    layers: int = 1
+    vocabulary: int = 64
+
+    def config(self) -> dict[str, Any]:
+        """Its ``config.json``, without ``quantization_config``."""
+        config = json.loads((DATA / "qwen3_moe-g32-pack" / "config.json").read_text())
+        del config["quantization_config"]
+        return config | {
+            "hidden_size": self.hidden,
+            "moe_intermediate_size": self.intermediate,
+            "num_local_experts": self.experts,
+            "num_experts_per_tok": self.top_k,
+            "num_hidden_layers": self.layers,
+            "mlp_only_layers": [],
+            "vocab_size": self.vocabulary,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+        }
+
+    def modules(self) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+        """Name, shape of the weight, and whether W4A8 checkpoints quantise it."""
+        hidden = self.hidden
+        yield "model.embed_tokens", (self.vocabulary, hidden), False
+        yield "lm_head", (self.vocabulary, hidden), False
+        yield "model.norm", (hidden,), False
+        for layer in range(self.layers):
+            prefix = f"model.layers.{layer}"
+            yield f"{prefix}.input_layernorm", (hidden,), False
+            yield f"{prefix}.post_attention_layernorm", (hidden,), False
+            yield f"{prefix}.self_attn.q_norm", (32,), False
+            yield f"{prefix}.self_attn.k_norm", (32,), False
+            yield f"{prefix}.self_attn.q_proj", (64, hidden), True
+            yield f"{prefix}.self_attn.k_proj", (32, hidden), True
+            yield f"{prefix}.self_attn.v_proj", (32, hidden), True
+            yield f"{prefix}.self_attn.o_proj", (hidden, 64), True
+            yield f"{prefix}.mlp.gate", (self.experts, hidden), False
+            for expert in range(self.experts):
+                module = f"{prefix}.mlp.experts.{expert}"
+                yield f"{module}.gate_proj", (self.intermediate, hidden), True
+                yield f"{module}.up_proj", (self.intermediate, hidden), True
+                yield f"{module}.down_proj", (hidden, self.intermediate), True
+
+
+def random_model(directory: Path, *, group_size: int = 32, seed: int = 0, **sizes: int) -> Path:
+    """A random Qwen3-MoE of ``Sizes(**sizes)``, quantised."""
+    model = Sizes(**sizes)
     rng = np.random.default_rng(seed)
     tensors: Tensors = {}
-
-    def dense(name: str, *shape: int) -> None:
-        tensors[f"{name}.weight"] = (rng.standard_normal(shape) * 0.1 + (len(shape) == 1)).astype(
-            ml_dtypes.bfloat16
-        )
-
-    def linear(name: str, rows: int, columns: int) -> None:
-        tensors.update(random_linear(name, rows, columns, group_size=group_size, seed=len(tensors)))
-
-    dense("model.embed_tokens", vocabulary, hidden)
-    dense("lm_head", vocabulary, hidden)
-    dense("model.norm", hidden)
-    for layer in range(layers):
-        prefix = f"model.layers.{layer}"
-        dense(f"{prefix}.input_layernorm", hidden)
-        dense(f"{prefix}.post_attention_layernorm", hidden)
-        dense(f"{prefix}.self_attn.q_norm", 32)
-        dense(f"{prefix}.self_attn.k_norm", 32)
-        linear(f"{prefix}.self_attn.q_proj", 64, hidden)
-        linear(f"{prefix}.self_attn.k_proj", 32, hidden)
-        linear(f"{prefix}.self_attn.v_proj", 32, hidden)
-        linear(f"{prefix}.self_attn.o_proj", hidden, 64)
-        dense(f"{prefix}.mlp.gate", experts, hidden)
-        for expert in range(experts):
-            linear(f"{prefix}.mlp.experts.{expert}.gate_proj", intermediate, hidden)
-            linear(f"{prefix}.mlp.experts.{expert}.up_proj", intermediate, hidden)
-            linear(f"{prefix}.mlp.experts.{expert}.down_proj", hidden, intermediate)
-    return write(directory, config, tensors)
+    for name, shape, quantized in model.modules():
+        if quantized:
+            tensors.update(random_linear(name, *shape, group_size=group_size, seed=len(tensors)))
+        else:
+            values = rng.standard_normal(shape) * 0.1 + (len(shape) == 1)
+            tensors[f"{name}.weight"] = values.astype(ml_dtypes.bfloat16)
+    return write(directory, model.config() | {"quantization_config": quantization(group_size)}, tensors)
 
 
 def float_model(
-    directory: Path,
-    *,
-    hidden: int = 64,
-    intermediate: int = 32,
-    experts: int = 2,
-    layers: int = 2,
-    vocabulary: int = 64,
-    dtype: Any = ml_dtypes.bfloat16,
-    seed: int = 0,
+    directory: Path, *, dtype: Any = ml_dtypes.bfloat16, seed: int = 0, layers: int = 2, **sizes: int
 ) -> Path:
-    """A random Qwen3-MoE in floating point, with tails as heavy as trained weights have."""
-    config = json.loads((DATA / "qwen3_moe-g32-pack" / "config.json").read_text())
-    del config["quantization_config"]
-    config |= {
-        "hidden_size": hidden,
-        "moe_intermediate_size": intermediate,
-        "num_local_experts": experts,
-        "num_experts_per_tok": 1,
-        "num_hidden_layers": layers,
-        "mlp_only_layers": [],
-        "vocab_size": vocabulary,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-    }
+    """As :func:`random_model`, in floating point, with tails as heavy as trained weights have."""
+    model = Sizes(layers=layers, **sizes)
     rng = np.random.default_rng(seed)
-    tensors: Tensors = {}
-
-    def dense(name: str, *shape: int) -> None:
-        tensors[f"{name}.weight"] = (rng.standard_t(5, shape) * 0.1 + (len(shape) == 1)).astype(dtype)
-
-    dense("model.embed_tokens", vocabulary, hidden)
-    dense("lm_head", vocabulary, hidden)
-    dense("model.norm", hidden)
-    for layer in range(layers):
-        prefix = f"model.layers.{layer}"
-        for norm, size in (
-            ("input_layernorm", hidden),
-            ("post_attention_layernorm", hidden),
-            ("self_attn.q_norm", 32),
-            ("self_attn.k_norm", 32),
-        ):
-            dense(f"{prefix}.{norm}", size)
-        dense(f"{prefix}.self_attn.q_proj", 64, hidden)
-        dense(f"{prefix}.self_attn.k_proj", 32, hidden)
-        dense(f"{prefix}.self_attn.v_proj", 32, hidden)
-        dense(f"{prefix}.self_attn.o_proj", hidden, 64)
-        dense(f"{prefix}.mlp.gate", experts, hidden)
-        for expert in range(experts):
-            dense(f"{prefix}.mlp.experts.{expert}.gate_proj", intermediate, hidden)
-            dense(f"{prefix}.mlp.experts.{expert}.up_proj", intermediate, hidden)
-            dense(f"{prefix}.mlp.experts.{expert}.down_proj", hidden, intermediate)
-    return write(directory, config, tensors)
+    tensors: Tensors = {
+        f"{name}.weight": (rng.standard_t(5, shape) * 0.1 + (len(shape) == 1)).astype(dtype)
+        for name, shape, _ in model.modules()
+    }
+    return write(directory, model.config(), tensors)
