@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import json
 import multiprocessing
@@ -116,8 +117,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", type=Path, default=RESULT)
     arguments = parser.parse_args()
-    known = SHAPES[arguments.shape]
-    shape = LayerShape(arguments.experts, known.top_k, known.hidden_size, known.intermediate_size)
+    shape = dataclasses.replace(SHAPES[arguments.shape], num_experts=arguments.experts)
     results = []
     print("source    group threads  median GB/s    best  extra MB (an expert has MB)")
     context = multiprocessing.get_context("spawn")

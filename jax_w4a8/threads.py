@@ -29,7 +29,7 @@ def num_threads() -> int:
 
 def usable_threads() -> int:
     """:func:`num_threads`, or fewer inside :func:`jax_w4a8.thread_limit`."""
-    limit = 0 if _native is None else _native.thread_limit()
+    limit = _native.thread_limit() if hasattr(_native, "thread_limit") else 0
     return min(num_threads(), limit) if limit else num_threads()
 
 

@@ -57,15 +57,15 @@ void FillRuns(int64_t runs, uint8_t* out) {
 
 int64_t Runs(int64_t inputs) { return (inputs + kRunInputs - 1) / kRunInputs; }
 
-// Sources: Put(row, first, count, out) writes four bytes of each run of inputs [first, first +
-// count) of a row, the first at `out`, and returns the sum of their codes. `first` is a multiple of
-// kRunInputs.
+// Sources: Put(row, first, count, scale, out) writes four bytes of each run of inputs [first, first
+// + count) of a row, the first at `out`, and returns the sum of their codes. `first` is a multiple
+// of kRunInputs; count is at most kSpanInputs, and all have one scale.
 
 class CodeSource {
  public:
   explicit CodeSource(const PackRows<int8_t>& rows) : rows_(rows) {}
 
-  int32_t Put(int64_t row, int64_t first, int64_t count, uint8_t* out) {
+  int32_t Put(int64_t row, int64_t first, int64_t count, float /*scale*/, uint8_t* out) {
     const int8_t* codes = rows_.data + row * rows_.stride + first;
     int32_t sum = 0;
     uint64_t seen = 0;
@@ -102,7 +102,7 @@ class WordSource {
  public:
   explicit WordSource(const PackRows<int32_t>& rows) : rows_(rows) {}
 
-  int32_t Put(int64_t row, int64_t first, int64_t count, uint8_t* out) {
+  int32_t Put(int64_t row, int64_t first, int64_t count, float /*scale*/, uint8_t* out) {
     const int32_t* words = Offset(rows_.data, row * rows_.stride + first / kRunInputs);
     int32_t sum = 0;
     const int64_t whole = count / kRunInputs;
@@ -136,18 +136,15 @@ class FloatSource {
       : kernels_(ActiveWeightKernels()), dtype_(dtype), rows_(rows) {}
 
   // The scale of inputs [first, first + count) of a row, in the target's precision: the largest
-  // magnitude over 7.5. The next Put calls for this row's channel quantise by it.
-  float Scale(int64_t row, int64_t first, int64_t count, DType target) {
+  // magnitude over 7.5.
+  float Scale(int64_t row, int64_t first, int64_t count, DType target) const {
     const float largest = kernels_.largest(dtype_, Weights(row, first), count);
-    float scale = largest / 7.5f;
-    if (scale < kLeastScale) scale = 0;
-    if (target == DType::kBF16) scale = FloatOfBF16(BF16Of(scale));
-    scale_[row % kBlockChannels] = scale;
-    return scale;
+    const float exact = largest / 7.5f;
+    const float scale = exact < kLeastScale ? 0.0f : exact;
+    return target == DType::kBF16 ? FloatOfBF16(BF16Of(scale)) : scale;
   }
 
-  int32_t Put(int64_t row, int64_t first, int64_t count, uint8_t* out) {
-    const float scale = scale_[row % kBlockChannels];
+  int32_t Put(int64_t row, int64_t first, int64_t count, float scale, uint8_t* out) {
     const int64_t runs = Runs(count);
     if (!(scale > 0)) {
       FillRuns(runs, out);
@@ -172,7 +169,6 @@ class FloatSource {
   const WeightKernels& kernels_;
   DType dtype_;
   PackRows<void> rows_;
-  float scale_[kBlockChannels] = {};
 };
 
 void StoreScale(const PackTarget& target, int64_t block, int64_t group, int64_t channel,
@@ -224,48 +220,56 @@ class BlockPacker {
  private:
   void FillGroups(int64_t channel, int64_t begin, int64_t end) {
     const int64_t width = target_.group_width;
+    // All scales before all codes: neither has to wait for the other then.
+    float scale[kSpanInputs / kChunkInputs];
     for (int64_t group = begin; group < end; ++group) {
-      StartGroup(channel, group);
-      FillPiece(channel, group * width, (group + 1) * width);
-      EndGroup(channel);
+      scale[group - begin] = PutScale(channel, group);
+    }
+    for (int64_t group = begin; group < end; ++group) {
+      const float one = scale[group - begin];
+      Add(channel, PutCodes(channel, group * width, (group + 1) * width, one), one);
     }
   }
 
   void FillWideGroup(int64_t group) {
     const int64_t begin = group * target_.group_width;
     const int64_t end = begin + target_.group_width;
-    for (int64_t c = 0; c < kBlockChannels; ++c) StartGroup(c, group);
+    float scale[kBlockChannels];
+    int32_t sum[kBlockChannels] = {};
+    for (int64_t c = 0; c < kBlockChannels; ++c) scale[c] = PutScale(c, group);
     for (int64_t i = begin; i < end; i += kSpanInputs) {
       const int64_t stop = i + kSpanInputs < end ? i + kSpanInputs : end;
-      for (int64_t c = 0; c < kBlockChannels; ++c) FillPiece(c, i, stop);
+      for (int64_t c = 0; c < kBlockChannels; ++c) sum[c] += PutCodes(c, i, stop, scale[c]);
     }
-    for (int64_t c = 0; c < kBlockChannels; ++c) EndGroup(c);
+    for (int64_t c = 0; c < kBlockChannels; ++c) Add(c, sum[c], scale[c]);
   }
 
-  void StartGroup(int64_t channel, int64_t group) {
+  float PutScale(int64_t channel, int64_t group) {
     const float scale =
         channel < channels_ ? make_scale_(block_ * kBlockChannels + channel, group) : 0.0f;
     finite_ = finite_ && (BitsOf(scale) & 0x7f800000u) != 0x7f800000u;
     StoreScale(target_, block_, group, channel, scale);
-    scale_[channel] = scale;
-    sum_[channel] = 0;
+    return scale;
   }
 
-  // Product and sum are rounded each (the file is compiled without contraction), as numpy does.
-  void EndGroup(int64_t channel) {
-    total_[channel] += static_cast<float>(sum_[channel]) * scale_[channel];
-  }
-
-  void FillPiece(int64_t channel, int64_t begin, int64_t end) {
+  // Returns the sum of codes.
+  int32_t PutCodes(int64_t channel, int64_t begin, int64_t end, float scale) {
     uint8_t* out = target_.codes + block_ * target_.codes_stride + begin / kRunInputs * kRunBytes +
                    channel * (kRunBytes / kBlockChannels);
     const int64_t last = end < target_.inputs ? end : target_.inputs;
     const int64_t present = channel < channels_ && last > begin ? last - begin : 0;
+    int32_t sum = 0;
     if (present > 0) {
-      sum_[channel] += source_.Put(block_ * kBlockChannels + channel, begin, present, out);
+      sum = source_.Put(block_ * kBlockChannels + channel, begin, present, scale, out);
     }
     const int64_t filled = Runs(present);
     FillRuns((end - begin) / kRunInputs - filled, out + filled * kRunBytes);
+    return sum;
+  }
+
+  // Product and sum are rounded each (the file is compiled without contraction), as numpy does.
+  void Add(int64_t channel, int32_t sum, float scale) {
+    total_[channel] += static_cast<float>(sum) * scale;
   }
 
   Source& source_;
@@ -274,12 +278,10 @@ class BlockPacker {
   int64_t block_;
   int64_t channels_;  // that exist
   bool finite_ = true;
-  int32_t sum_[kBlockChannels] = {};
-  float scale_[kBlockChannels] = {};
   float total_[kBlockChannels] = {};
 };
 
-// Fills all blocks; make_scale(row, group) gives each scale just before its codes are put.
+// Fills all blocks; make_scale(row, group) gives each scale before its codes are put.
 template <class Source, class MakeScale>
 bool Pack(Source& source, int64_t rows, const PackTarget& target, const MakeScale& make_scale) {
   const ScopedFloatEnv float_env;
