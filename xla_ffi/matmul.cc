@@ -82,11 +82,10 @@ QuantizedRows TakeQuantizedRows(ScratchLayout& layout, int64_t rows, const Packe
   return out;
 }
 
-TileScratch::TileScratch(ScratchLayout& layout, const Kernels& kernels, int threads, int64_t inputs)
-    : parts_(layout.Take<Part>(threads)) {
-  if (!kernels.arrange_rows) return;
-  row_tiles_bytes_ = kMostRows * inputs;
-  row_tiles_ = layout.Take<int8_t>(threads * row_tiles_bytes_);
+TileScratch::TileScratch(ScratchLayout& layout, int threads, int64_t inputs)
+    : parts_(layout.Take<Part>(threads)), inputs_(inputs) {
+  row_tiles_ = layout.Take<int8_t>(threads * kMostRows * inputs);
+  row_starts_ = layout.Take<int32_t>(threads * kMostRows * MostGroups(inputs));
 }
 
 void TileScratch::Forget(int threads) const {
@@ -98,8 +97,8 @@ void TileScratch::Prepare(const Kernels& kernels, const WorkItem& item, int work
   Part& part = parts_[worker];
   args->panel = part.panel;
   args->state = part.state;
-  if (!kernels.arrange_rows) return;
-  args->row_tiles = row_tiles_ + worker * row_tiles_bytes_;
+  args->row_tiles = row_tiles_ + worker * kMostRows * inputs_;
+  args->row_starts = row_starts_ + worker * kMostRows * MostGroups(inputs_);
   if (part.arranged == item.run.begin) return;  // another range of blocks meets the same rows
   kernels.arrange_rows(*args);
   part.arranged = item.run.begin;
@@ -159,7 +158,7 @@ bool RunLinear(const LinearCall& call, const Kernels& kernels, Team& team) {
     q = TakeQuantizedRows(layout, call.rows, w);
     floats = layout.Take<float>(team.threads() * floats_stride);
     order = layout.Take<int32_t>(call.rows);
-    tiles = TileScratch(layout, kernels, team.threads(), w.inputs());
+    tiles = TileScratch(layout, team.threads(), w.inputs());
     return layout.size();
   };
   const Scratch scratch(lay_out(ScratchLayout()));

@@ -47,7 +47,7 @@ class TileScratch {
  public:
   TileScratch() = default;
   // For products with at most `inputs` inputs.
-  TileScratch(ScratchLayout& layout, const Kernels& kernels, int threads, int64_t inputs);
+  TileScratch(ScratchLayout& layout, int threads, int64_t inputs);
 
   // Fills in the scratch of `args` for `worker`, and has the rows of `item` arranged there.
   void Prepare(const Kernels& kernels, const WorkItem& item, int worker, MatmulArgs* args) const;
@@ -61,8 +61,11 @@ class TileScratch {
     int64_t arranged;  // where the run of the rows in row_tiles begins, or -1
   };
   Part* parts_ = nullptr;
+  static int64_t MostGroups(int64_t inputs) { return inputs / kChunkInputs; }
+
   int8_t* row_tiles_ = nullptr;
-  int64_t row_tiles_bytes_ = 0;
+  int32_t* row_starts_ = nullptr;
+  int64_t inputs_ = 0;
 };
 
 // Runs `items`, each with its matrix, rows and target filled into a copy of `common`. `row_index`

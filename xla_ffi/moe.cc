@@ -25,8 +25,7 @@ class Pass {
     token_ = layout.Take<int32_t>(slots_);
     floats_stride_ = (call_.hidden + 15) / 16 * 16;
     floats_ = layout.Take<float>(team_.threads() * floats_stride_);
-    tiles_ = TileScratch(layout, kernels_, team_.threads(),
-                         std::max(call_.w13.inputs(), call_.w2.inputs()));
+    tiles_ = TileScratch(layout, team_.threads(), std::max(call_.w13.inputs(), call_.w2.inputs()));
     if (!call_.slots) outputs_ = layout.Take<float>(slots_ * call_.hidden);
     return layout.size();
   }

@@ -198,50 +198,136 @@ static inline typename V::F Activate(const Activation& activation, typename V::F
 // ---------------------------------------------------------------------------------------------------------
 // The product (rule 3). Two blocks at a time: in w13 they are the gate and up sides of 16 channels.
 
+// Rows are cut into tiles of nearly equal height, at most V::kTileRows.
+template <class V>
+static inline int64_t TileCount(const MatmulArgs& args) {
+  return (args.row_count + V::kTileRows - 1) / V::kTileRows;
+}
+template <class V>
+static inline int64_t TileBegin(const MatmulArgs& args, int64_t tile) {
+  return tile * args.row_count / TileCount<V>(args);
+}
+
+static inline int64_t SourceRow(const MatmulArgs& args, int64_t row) {
+  return args.row_index ? args.row_index[row] : row;
+}
+
+// Copies tiles of R rows as [inputs / kChunkInputs][R][kChunkInputs], and what their sums start
+// from as [groups][R]: one pointer each reaches all that a tile needs next.
+template <class V>
+static void ArrangeTiles(const MatmulArgs& args) {
+  const QuantizedRows& q = args.rows;
+  for (int64_t tile = 0; tile < TileCount<V>(args); ++tile) {
+    const int64_t begin = TileBegin<V>(args, tile);
+    const int64_t height = TileBegin<V>(args, tile + 1) - begin;
+    for (int64_t r = 0; r < height; ++r) {
+      const int64_t row = SourceRow(args, begin + r);
+      const int8_t* codes = q.codes + row * q.inputs();
+      int8_t* to = args.row_tiles + begin * q.inputs() + r * kChunkInputs;
+      for (int64_t k = 0; k < q.inputs(); k += kChunkInputs, to += height * kChunkInputs) {
+        memcpy(to, codes + k, kChunkInputs);
+      }
+      const int32_t* start = q.start + row * q.groups;
+      int32_t* starts = args.row_starts + begin * q.groups + r;
+      for (int64_t group = 0; group < q.groups; ++group) starts[group * height] = start[group];
+    }
+  }
+}
+
+// Two blocks' worth of work: inputs [begin, end) of blocks `first` and `second`. `group` is the
+// one that `begin` lies in.
+struct PairRange {
+  int64_t first, second;
+  int64_t begin, end;
+  int64_t group;
+};
+
+template <class V>
+static inline typename V::F LoadScale(const void* scale, DType dtype, int64_t index) {
+  if (dtype == DType::kBF16) return V::LoadBF16(static_cast<const uint16_t*>(scale) + index);
+  return V::Load(static_cast<const float*>(scale) + index);
+}
+
 // Weights of 4 inputs and two blocks.
 template <class V>
 struct WeightPair {
   typename V::W first, second;
 };
 
-// Reads packed nibbles, each once: right when one tile of rows is all there is.
-template <class V>
+static inline const uint8_t* CodesAt(const PackedMatrix& w, int64_t block, int64_t input) {
+  return w.codes + block * static_cast<int64_t>(w.block_bytes()) + input * kBlockChannels / 2;
+}
+
+// Packed nibbles and scales, read once: right when one tile of rows is all there is.
+template <class V, DType kScale>
 struct PackedSource {
-  const uint8_t* first;
-  const uint8_t* second;
+  const uint8_t* codes[2];
+  const void* scale;
+  int64_t scale_index[2];  // of the group that comes next
+
+  PackedSource(const PackedMatrix& w, const PairRange& range)
+      : codes{CodesAt(w, range.first, range.begin), CodesAt(w, range.second, range.begin)},
+        scale(w.scale),
+        scale_index{(range.first * w.groups + range.group) * kBlockChannels,
+                    (range.second * w.groups + range.group) * kBlockChannels} {}
 
   inline void Next(WeightPair<V>* low, WeightPair<V>* high) {
-    V::Unpack(first, &low->first, &high->first);
-    V::Unpack(second, &low->second, &high->second);
-    V::Prefetch(first + kPrefetchBytes);
-    V::Prefetch(second + kPrefetchBytes);
-    first += kRunBytes;
-    second += kRunBytes;
+    V::Unpack(codes[0], &low->first, &high->first);
+    V::Unpack(codes[1], &low->second, &high->second);
+    V::Prefetch(codes[0] + kPrefetchBytes);
+    V::Prefetch(codes[1] + kPrefetchBytes);
+    codes[0] += kRunBytes;
+    codes[1] += kRunBytes;
+  }
+
+  inline typename V::F NextScale(int block) {
+    const typename V::F value = LoadScale<V>(scale, kScale, scale_index[block]);
+    scale_index[block] += kBlockChannels;
+    return value;
   }
 
   static constexpr int kPrefetchBytes = 1024;
 };
 
-// Reads bytes that DecodePanel wrote: right when several tiles of rows use the same weights.
+// Bytes and floats that DecodePanel wrote: right when several tiles of rows use the same weights.
+// While their products keep the arithmetic busy memory would be idle, so the first two tiles fetch
+// the codes that the next panel will be decoded from, one block each.
 template <class V>
 struct PanelSource {
   const uint8_t* next;
+  const float* scale;
+  const uint8_t* ahead;
+  int64_t ahead_step;
 
   inline void Next(WeightPair<V>* low, WeightPair<V>* high) {
     low->first = V::LoadWeights(next);
     low->second = V::LoadWeights(next + kRunBytes);
     high->first = V::LoadWeights(next + 2 * kRunBytes);
     high->second = V::LoadWeights(next + 3 * kRunBytes);
+    V::Prefetch(ahead);
     next += 4 * kRunBytes;
+    ahead += ahead_step;
+  }
+
+  // Of the first block, then of the second.
+  inline typename V::F NextScale(int) {
+    const typename V::F value = V::Load(scale);
+    scale += kBlockChannels;
+    return value;
   }
 };
 
-// Decodes inputs [begin, end) of two blocks.
-template <class V>
-static void DecodePanel(PackedSource<V> source, int64_t begin, int64_t end, uint8_t* panel) {
-  source.first += begin * (kRunBytes / kRunInputs);
-  source.second += begin * (kRunBytes / kRunInputs);
-  for (int64_t k = begin; k < end; k += kRunInputs) {
+// Groups of which inputs [range.begin, range.end) hold a part.
+static inline int64_t GroupsOf(const PairRange& range, int64_t width) {
+  return (range.end - 1) / width + 1 - range.group;
+}
+
+// Decodes a range into codes and, behind them, scales.
+template <class V, DType kScale>
+static void DecodePanel(const PackedMatrix& w, const PairRange& range, uint8_t* panel,
+                        float* scales) {
+  PackedSource<V, kScale> source(w, range);
+  for (int64_t k = range.begin; k < range.end; k += kRunInputs) {
     WeightPair<V> low, high;
     source.Next(&low, &high);
     V::StoreWeights(panel, low.first);
@@ -250,122 +336,100 @@ static void DecodePanel(PackedSource<V> source, int64_t begin, int64_t end, uint
     V::StoreWeights(panel + 3 * kRunBytes, high.second);
     panel += 4 * kRunBytes;
   }
+  for (int64_t n = GroupsOf(range, w.group_width); n > 0; --n, scales += 2 * kBlockChannels) {
+    V::Store(scales, source.NextScale(0));
+    V::Store(scales + kBlockChannels, source.NextScale(1));
+  }
 }
 
-template <class V>
-static inline typename V::F LoadScale(const void* scale, DType dtype, int64_t index) {
-  if (dtype == DType::kBF16) return V::LoadBF16(static_cast<const uint16_t*>(scale) + index);
-  return V::Load(static_cast<const float*>(scale) + index);
-}
-
-// What a tile of R rows and two blocks needs besides its weights' codes.
-template <int R>
-struct TileRows {
-  const int8_t* codes[R];
-  const int32_t* start[R];
-  int64_t source[R];  // row numbers in the quantised rows
-  int64_t target[R];  // row numbers in the result
-  TileState* state;   // of the first row; used where a panel holds only part of the inputs
-};
-
-// Two blocks' worth of work: inputs [begin, end) of blocks `first` and `second`.
-struct PairRange {
-  int64_t first, second;
-  int64_t begin, end;
-};
-
-// Adds the products of kChunkInputs inputs, from k on, to the sums of R rows and two blocks.
+// Adds the products of kChunkInputs inputs to the sums of R rows and two blocks.
 template <class V, int R, class Source, class Sum>
-static inline void AddChunk(Source& source, const TileRows<R>& rows, int64_t k, Sum (&sum)[R][2]) {
+static inline void AddChunk(Source& source, const int8_t* codes, Sum (&sum)[R][2]) {
   JAX_W4A8_UNROLL
   for (int run = 0; run < kChunkInputs; run += kRunInputs) {
     WeightPair<V> low, high;
     source.Next(&low, &high);
     JAX_W4A8_UNROLL
     for (int r = 0; r < R; ++r) {
-      const typename V::B codes = V::Broadcast(rows.codes[r] + k + run);
-      sum[r][0] = V::Dot(sum[r][0], low.first, codes);
-      sum[r][1] = V::Dot(sum[r][1], low.second, codes);
+      const typename V::B four = V::Broadcast(codes + r * kChunkInputs + run);
+      sum[r][0] = V::Dot(sum[r][0], low.first, four);
+      sum[r][1] = V::Dot(sum[r][1], low.second, four);
     }
     JAX_W4A8_UNROLL
     for (int r = 0; r < R; ++r) {
-      const typename V::B codes = V::Broadcast(rows.codes[r] + k + run + 4);
-      sum[r][0] = V::Dot(sum[r][0], high.first, codes);
-      sum[r][1] = V::Dot(sum[r][1], high.second, codes);
+      const typename V::B four = V::Broadcast(codes + r * kChunkInputs + run + 4);
+      sum[r][0] = V::Dot(sum[r][0], high.first, four);
+      sum[r][1] = V::Dot(sum[r][1], high.second, four);
     }
   }
 }
 
-// Adds inputs [range.begin, range.end) to the totals. What earlier ranges of the inputs left behind
-// comes from rows.state, and what later ones need goes there.
+// Adds a range of inputs to the totals of the R rows whose state is given. Sums of a group that
+// goes on behind the range are left there too.
 //
-// Registers, AVX-512: R = 6 takes 12 integer and 12 float accumulators, 4 weights, 2 broadcasts
-// of 32. AVX2 has 16 registers for R = 3: 12 of 16-bit partial sums; the rest lives on the stack,
-// touched once a chunk or a group.
-template <class V, int R, DType kScale, class Source>
-static inline void TileTotals(const MatmulArgs& args, Source source, const PairRange& range,
-                              const TileRows<R>& rows, typename V::F (&total)[R][2]) {
+// Registers, AVX-512: R = 12 takes 24 accumulators, 4 weights and a few broadcasts of 32. Totals
+// live in the first-level cache: a group touches them once, on ports that products leave idle,
+// whereas registers for them make compilers move accumulators about. AVX2 has 16 registers for R =
+// 3: 12 of 16-bit partial sums; sums are on the stack, touched once a chunk.
+template <class V, int R, class Source>
+static inline void AddRange(const MatmulArgs& args, Source source, const PairRange& range,
+                            int64_t row) {
   const int64_t groups = args.weights.groups, width = args.weights.group_width;
-  JAX_W4A8_UNROLL
-  for (int r = 0; r < R; ++r) {
-    for (int n = 0; n < 2; ++n) {
-      total[r][n] = range.begin == 0 ? V::Set(0) : V::Load(rows.state[r].total[n]);
+  const int8_t* codes = args.row_tiles + row * groups * width + range.begin * R;
+  const int32_t* start = args.row_starts + row * groups + range.group * R;
+  TileState* state = args.state + row;
+  if (range.begin == 0) {
+    for (int r = 0; r < R; ++r) {
+      for (int n = 0; n < 2; ++n) V::Store(state[r].total[n], V::Set(0));
     }
   }
-  int64_t k = range.begin;
-  for (int64_t group = k / width; k < range.end; ++group) {
+  int64_t group_begin = range.group * width;
+  for (int64_t k = range.begin; k < range.end;) {
     typename V::I sum[R][2];
     JAX_W4A8_UNROLL
     for (int r = 0; r < R; ++r) {
-      if (k == group * width) {
-        sum[r][0] = sum[r][1] = V::SetInt(rows.start[r][group]);
+      if (k == group_begin) {
+        sum[r][0] = sum[r][1] = V::SetInt(start[r]);
       } else {
-        for (int n = 0; n < 2; ++n) sum[r][n] = V::LoadInt(rows.state[r].sum[n]);
+        for (int n = 0; n < 2; ++n) sum[r][n] = V::LoadInt(state[r].sum[n]);
       }
     }
-    const int64_t group_end = (group + 1) * width;
+    const int64_t group_end = group_begin + width;
     const int64_t end = group_end < range.end ? group_end : range.end;
     do {  // at least one chunk: a zero-trip path would cost copies of all accumulators
       if constexpr (V::kNarrowSums) {
         typename V::Partial part[R][2];
         JAX_W4A8_UNROLL
         for (int r = 0; r < R; ++r) part[r][0] = part[r][1] = V::Begin();
-        AddChunk<V, R>(source, rows, k, part);
+        AddChunk<V, R>(source, codes, part);
         JAX_W4A8_UNROLL
         for (int r = 0; r < R; ++r) {
           sum[r][0] = V::Finish(sum[r][0], part[r][0]);
           sum[r][1] = V::Finish(sum[r][1], part[r][1]);
         }
       } else {
-        AddChunk<V, R>(source, rows, k, sum);
+        AddChunk<V, R>(source, codes, sum);
       }
+      codes += R * kChunkInputs;
       k += kChunkInputs;
     } while (k < end);
     if (end < group_end) {
       for (int r = 0; r < R; ++r) {
-        for (int n = 0; n < 2; ++n) V::StoreInt(rows.state[r].sum[n], sum[r][n]);
+        for (int n = 0; n < 2; ++n) V::StoreInt(state[r].sum[n], sum[r][n]);
       }
-      break;
+      return;
     }
-    const typename V::F scale[2] = {
-        LoadScale<V>(args.weights.scale, kScale, (range.first * groups + group) * kBlockChannels),
-        LoadScale<V>(args.weights.scale, kScale, (range.second * groups + group) * kBlockChannels)};
+    const typename V::F scale[2] = {source.NextScale(0), source.NextScale(1)};
     JAX_W4A8_UNROLL
     for (int r = 0; r < R; ++r) {
-      total[r][0] = V::Fma(V::ToFloat(sum[r][0]), scale[0], total[r][0]);
-      total[r][1] = V::Fma(V::ToFloat(sum[r][1]), scale[1], total[r][1]);
+      for (int n = 0; n < 2; ++n) {
+        float* total = state[r].total[n];
+        V::Store(total, V::Fma(V::ToFloat(sum[r][n]), scale[n], V::Load(total)));
+      }
     }
+    group_begin = group_end;
+    start += R;
   }
-}
-
-// Result of one row and block: zero point, row scale and bias.
-template <class V>
-static inline typename V::F Finished(const MatmulArgs& args, typename V::F total, int64_t row,
-                                     int64_t block) {
-  const float* sum = args.weights.scaled_sum + block * kBlockChannels;
-  const float* bias = args.weights.bias + block * kBlockChannels;
-  total = V::Fma(V::Set(-args.rows.zero[row]), V::Load(sum), total);
-  return V::Add(V::Mul(total, V::Set(args.rows.scale[row])), V::Load(bias));
 }
 
 // Stores the first n of 16 values as `dtype`.
@@ -390,92 +454,121 @@ static inline void StoreAs(DType dtype, void* out, int64_t index, typename V::F 
   for (int64_t i = 0; i < n; ++i) to[i] = halves[i];
 }
 
-// Finishes and stores the totals of R rows and two blocks.
-template <class V, int R>
-static inline void StoreTile(const MatmulArgs& args, const PairRange& range,
-                             const TileRows<R>& rows, typename V::F (&total)[R][2]) {
-  JAX_W4A8_UNROLL
-  for (int r = 0; r < R; ++r) {
-    const typename V::F a = Finished<V>(args, total[r][0], rows.source[r], range.first);
-    const typename V::F b = Finished<V>(args, total[r][1], rows.source[r], range.second);
-    const int64_t index = rows.target[r] * args.out_stride;
+// What every row of two blocks is finished with.
+template <class V>
+struct PairEnd {
+  typename V::F sum[2], bias[2];
+
+  PairEnd(const PackedMatrix& w, const PairRange& range) {
+    const int64_t block[2] = {range.first * kBlockChannels, range.second * kBlockChannels};
+    for (int n = 0; n < 2; ++n) {
+      sum[n] = V::Load(w.scaled_sum + block[n]);
+      bias[n] = V::Load(w.bias + block[n]);
+    }
+  }
+
+  // A total with zero point, row scale and bias.
+  inline typename V::F Finish(int n, const float* total, typename V::F minus_zero,
+                              typename V::F scale) const {
+    return V::Add(V::Mul(V::Fma(minus_zero, sum[n], V::Load(total)), scale), bias[n]);
+  }
+};
+
+// Finishes and stores the totals of `count` rows from `row` on with two blocks.
+template <class V>
+static void StoreRows(const MatmulArgs& args, const PairRange& range, int64_t row, int64_t count,
+                      const TileState* state) {
+  const PairEnd<V> end(args.weights, range);
+  const int64_t column = (args.activation ? range.first / 2 : range.first) * kBlockChannels;
+  const int64_t columns = args.out_columns - column;  // from there on
+  for (int64_t r = 0; r < count; ++r) {
+    const int64_t source = SourceRow(args, row + r);
+    const int64_t target = args.out_index ? args.out_index[row + r] : row + r;
+    const typename V::F minus_zero = V::Set(-args.rows.zero[source]);
+    const typename V::F scale = V::Set(args.rows.scale[source]);
+    const typename V::F a = end.Finish(0, state[r].total[0], minus_zero, scale);
+    const typename V::F b = end.Finish(1, state[r].total[1], minus_zero, scale);
+    const int64_t index = target * args.out_stride + column;
     if (args.activation) {
-      const int64_t column = range.first / 2 * kBlockChannels;
-      StoreAs<V>(args.out_dtype, args.out, index + column, Activate<V>(*args.activation, a, b),
-                 args.out_columns - column);
+      StoreAs<V>(args.out_dtype, args.out, index, Activate<V>(*args.activation, a, b), columns);
       continue;
     }
-    const int64_t column = range.first * kBlockChannels;
-    StoreAs<V>(args.out_dtype, args.out, index + column, a, args.out_columns - column);
+    StoreAs<V>(args.out_dtype, args.out, index, a, columns);
     if (range.second == range.first) continue;
-    StoreAs<V>(args.out_dtype, args.out, index + column + kBlockChannels, b,
-               args.out_columns - column - kBlockChannels);
+    StoreAs<V>(args.out_dtype, args.out, index + kBlockChannels, b, columns - kBlockChannels);
   }
 }
 
-template <class V, int R, DType kScale, class Source>
+template <class V, int R, class Source>
 static void Tile(const MatmulArgs& args, const Source& source, const PairRange& range,
-                 int64_t first_row) {
-  const QuantizedRows& q = args.rows;
-  TileRows<R> rows;
-  rows.state = args.state + first_row;
-  for (int r = 0; r < R; ++r) {
-    const int64_t row = first_row + r;
-    rows.source[r] = args.row_index ? args.row_index[row] : row;
-    rows.target[r] = args.out_index ? args.out_index[row] : row;
-    rows.codes[r] = q.codes + rows.source[r] * q.inputs();
-    rows.start[r] = q.start + rows.source[r] * q.groups;
-  }
-  typename V::F total[R][2];
-  TileTotals<V, R, kScale>(args, source, range, rows, total);
-  if (range.end == args.weights.inputs()) {
-    StoreTile<V, R>(args, range, rows, total);
-    return;
-  }
-  for (int r = 0; r < R; ++r) {
-    for (int n = 0; n < 2; ++n) V::Store(rows.state[r].total[n], total[r][n]);
-  }
+                 int64_t row) {
+  AddRange<V, R>(args, source, range, row);
+  if (range.end == args.weights.inputs()) StoreRows<V>(args, range, row, R, args.state + row);
 }
 
-template <class V, int R, DType kScale, class Source>
+template <class V, int R, class Source>
 static inline void DispatchTile(const MatmulArgs& args, const Source& source,
-                                const PairRange& range, int64_t first_row, int64_t rows) {
+                                const PairRange& range, int64_t row, int64_t height) {
   if constexpr (R > 1) {
-    if (rows < R) return DispatchTile<V, R - 1, kScale>(args, source, range, first_row, rows);
+    if (height < R) return DispatchTile<V, R - 1>(args, source, range, row, height);
   }
-  Tile<V, R, kScale>(args, source, range, first_row);
+  Tile<V, R>(args, source, range, row);
 }
 
-// All rows against a range of two blocks, in tiles of nearly equal height.
-template <class V, DType kScale, class Source>
-static void RowsOfPair(const MatmulArgs& args, const Source& source, const PairRange& range) {
-  const int64_t tiles = (args.row_count + V::kTileRows - 1) / V::kTileRows;
-  int64_t row = 0;
+// The panels of a call in order: inputs of one pair of blocks, then of the next pair.
+struct PanelCursor {
+  int64_t block;
+  int64_t begin;
+
+  inline bool AtEnd(const MatmulArgs& args) const { return block >= args.block_end; }
+  inline PairRange Range(const PackedMatrix& w) const {
+    const int64_t end = begin + kPanelInputs < w.inputs() ? begin + kPanelInputs : w.inputs();
+    // A last odd block is computed twice and stored once.
+    return {block, block + 1 < w.blocks ? block + 1 : block, begin, end, begin / w.group_width};
+  }
+  inline void Advance(const PackedMatrix& w) {
+    begin += kPanelInputs;
+    if (begin < w.inputs()) return;
+    begin = 0;
+    block += 2;
+  }
+};
+
+// All rows against a decoded panel, while the one that follows it at `cursor` is fetched.
+template <class V>
+static void RowsOfPanel(const MatmulArgs& args, const PairRange& range, const float* scales,
+                        const PanelCursor& cursor) {
+  const PackedMatrix& w = args.weights;
+  const int64_t tiles = TileCount<V>(args);
+  const PairRange following = cursor.AtEnd(args) ? range : cursor.Range(w);
+  const uint8_t* ahead[2] = {CodesAt(w, following.first, following.begin),
+                             CodesAt(w, following.second, following.begin)};
   for (int64_t tile = 0; tile < tiles; ++tile) {
-    const int64_t end = (tile + 1) * args.row_count / tiles;
-    DispatchTile<V, V::kTileRows, kScale>(args, source, range, row, end - row);
-    row = end;
+    const int64_t row = TileBegin<V>(args, tile);
+    PanelSource<V> source = {args.panel, scales, args.panel, 0};
+    if (tile < 2) source = {args.panel, scales, ahead[tile], kRunBytes};
+    DispatchTile<V, V::kTileRows>(args, source, range, row, TileBegin<V>(args, tile + 1) - row);
   }
 }
 
 template <class V, DType kScale>
 static void MatmulScaled(const MatmulArgs& args) {
   const PackedMatrix& w = args.weights;
-  const int64_t inputs = w.inputs();
-  for (int64_t block = args.block_begin; block < args.block_end; block += 2) {
-    // A last odd block is computed twice and stored once.
-    const int64_t second = block + 1 < w.blocks ? block + 1 : block;
-    const int64_t bytes = static_cast<int64_t>(w.block_bytes());
-    const PackedSource<V> source = {w.codes + block * bytes, w.codes + second * bytes};
-    if (args.row_count <= V::kTileRows) {
-      RowsOfPair<V, kScale>(args, source, PairRange{block, second, 0, inputs});
-      continue;
+  if (args.row_count <= V::kTileRows) {
+    for (PanelCursor cursor = {args.block_begin, 0}; !cursor.AtEnd(args); cursor.block += 2) {
+      PairRange range = cursor.Range(w);
+      range.end = w.inputs();
+      const PackedSource<V, kScale> source(w, range);
+      DispatchTile<V, V::kTileRows>(args, source, range, 0, args.row_count);
     }
-    for (int64_t begin = 0; begin < inputs; begin += kPanelInputs) {
-      const int64_t end = begin + kPanelInputs < inputs ? begin + kPanelInputs : inputs;
-      DecodePanel<V>(source, begin, end, args.panel);
-      RowsOfPair<V, kScale>(args, PanelSource<V>{args.panel}, PairRange{block, second, begin, end});
-    }
+    return;
+  }
+  float* scales = reinterpret_cast<float*>(args.panel + kPanelBytes);
+  for (PanelCursor cursor = {args.block_begin, 0}; !cursor.AtEnd(args);) {
+    const PairRange range = cursor.Range(w);
+    DecodePanel<V, kScale>(w, range, args.panel, scales);
+    cursor.Advance(w);
+    RowsOfPanel<V>(args, range, scales, cursor);
   }
 }
 
@@ -585,6 +678,6 @@ static void ReadProbe(const uint8_t* data, int64_t bytes, int32_t* sink) {
 
 template <class V>
 static Kernels MakeKernels(const char* name) {
-  return {name,    &ToFloat<V>, &QuantizeRow<V>, &Matmul<V>,
-          nullptr, &Combine<V>, &PeakProbe<V>,   &ReadProbe<V>};
+  return {name,        &ToFloat<V>,   &QuantizeRow<V>, &Matmul<V>, &ArrangeTiles<V>,
+          &Combine<V>, &PeakProbe<V>, &ReadProbe<V>};
 }

@@ -41,9 +41,10 @@ struct MatmulArgs {
   // Null for a plain product. Else blocks come in pairs (gate, up), and column block b / 2 of `out`
   // gets activation(gate, up).
   const Activation* activation;
-  int8_t* row_tiles;  // the rows as Kernels::arrange_rows left them; unused where that is null
-  uint8_t* panel;     // two times kPanelBytes of scratch, 64-byte aligned
-  TileState* state;   // kMostRows of scratch; row_count must not be above that
+  int8_t* row_tiles;    // kMostRows * inputs; as Kernels::arrange_rows left them
+  int32_t* row_starts;  // kMostRows * groups; likewise
+  uint8_t* panel;       // two times kPanelBytes of scratch, 64-byte aligned
+  TileState* state;     // kMostRows of scratch; row_count must not be above that
 };
 
 struct Kernels {
@@ -59,8 +60,8 @@ struct Kernels {
 
   void (*matmul)(const MatmulArgs& args);
 
-  // Copies the rows of `args` to args.row_tiles (kMostRows * inputs bytes) in the order in which
-  // `matmul` reads them. Null where it reads them as they are.
+  // Copies the rows of `args` to args.row_tiles and what their sums start from to args.row_starts,
+  // in the order in which `matmul` reads them.
   void (*arrange_rows)(const MatmulArgs& args);
 
   // out[column] = sum over slots, ascending, of weights[slot] * slots[slot][column], rounded to

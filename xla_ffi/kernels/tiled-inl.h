@@ -18,6 +18,13 @@ static inline BandShape ShapeOf(const MatmulArgs& args) {
   return {bands, (args.row_count + bands - 1) / bands, step};
 }
 
+// With fewer rows, vectors are faster: tiles' sums pass through memory once for every group.
+template <class X>
+static inline bool WorthTiles(const MatmulArgs& args) {
+  return args.row_count >=
+         (args.weights.group_width < 64 ? X::kFewestRowsOfSmallGroups : X::kFewestRows);
+}
+
 template <int kStep>
 static inline void CopySteps(const int8_t* from, int64_t inputs, int8_t* to, int64_t stride) {
   for (int64_t k = 0; k < inputs; k += kStep, to += stride) memcpy(to, from + k, kStep);
@@ -25,9 +32,9 @@ static inline void CopySteps(const int8_t* from, int64_t inputs, int8_t* to, int
 
 // Copies rows into args.row_tiles as [bands][inputs / step][rows][step]: a tile register's rows lie
 // side by side, whatever rows they are.
-template <class X>
+template <class V, class X>
 static void ArrangeRows(const MatmulArgs& args) {
-  if (args.row_count < X::kFewestRows) return;
+  if (!WorthTiles<X>(args)) return ArrangeTiles<V>(args);
   const BandShape shape = ShapeOf<X>(args);
   const int64_t inputs = args.weights.inputs(), stride = shape.rows * shape.step;
   for (int64_t row = 0; row < shape.bands * shape.rows; ++row) {
@@ -37,8 +44,7 @@ static void ArrangeRows(const MatmulArgs& args) {
       for (int64_t k = 0; k < inputs; k += shape.step, to += stride) memset(to, 0, shape.step);
       continue;
     }
-    const int64_t source = args.row_index ? args.row_index[row] : row;
-    const int8_t* from = args.rows.codes + source * inputs;
+    const int8_t* from = args.rows.codes + SourceRow(args, row) * inputs;
     if (shape.step == 64) {
       CopySteps<64>(from, inputs, to, stride);
     } else {
@@ -229,34 +235,12 @@ class GroupPipeline {
 template <class V, class X>
 static inline void StoreTotals(const MatmulArgs& args, const BandShape& shape,
                                const PairRange& range) {
-  for (int64_t row = 0; row < args.row_count; ++row) {
-    const TileState& state = args.state[row / shape.rows * X::kMostRows + row % shape.rows];
-    TileRows<1> one;
-    one.source[0] = args.row_index ? args.row_index[row] : row;
-    one.target[0] = args.out_index ? args.out_index[row] : row;
-    typename V::F total[1][2] = {{V::Load(state.total[0]), V::Load(state.total[1])}};
-    StoreTile<V, 1>(args, range, one, total);
+  for (int64_t band = 0, row = 0; band < shape.bands; ++band, row += shape.rows) {
+    const int64_t left = args.row_count - row;
+    StoreRows<V>(args, range, row, left < shape.rows ? left : shape.rows,
+                 args.state + band * X::kMostRows);
   }
 }
-
-// The panels of a call in order: inputs of one pair of blocks, then of the next pair.
-struct PanelCursor {
-  int64_t block;
-  int64_t begin;
-
-  inline bool AtEnd(const MatmulArgs& args) const { return block >= args.block_end; }
-  inline PairRange Range(const PackedMatrix& w) const {
-    const int64_t end = begin + kPanelInputs < w.inputs() ? begin + kPanelInputs : w.inputs();
-    // A last odd block is computed twice and stored once.
-    return {block, block + 1 < w.blocks ? block + 1 : block, begin, end};
-  }
-  inline void Advance(const PackedMatrix& w) {
-    begin += kPanelInputs;
-    if (begin < w.inputs()) return;
-    begin = 0;
-    block += 2;
-  }
-};
 
 template <class V, class X>
 static inline void StartDecoding(const MatmulArgs& args, const PanelCursor& cursor, int64_t steps,
@@ -264,10 +248,8 @@ static inline void StartDecoding(const MatmulArgs& args, const PanelCursor& curs
   if (cursor.AtEnd(args)) return decoder->Start(nullptr, nullptr, 0, 1, panel);
   const PackedMatrix& w = args.weights;
   const PairRange range = cursor.Range(w);
-  const int64_t bytes = static_cast<int64_t>(w.block_bytes());
-  const uint8_t* codes = w.codes + range.begin * kBlockChannels / 2;
-  decoder->Start(codes + range.first * bytes, codes + range.second * bytes, range.end - range.begin,
-                 steps, panel);
+  decoder->Start(CodesAt(w, range.first, range.begin), CodesAt(w, range.second, range.begin),
+                 range.end - range.begin, steps, panel);
 }
 
 template <class V, class X, DType kScale>
@@ -298,7 +280,7 @@ static void MatmulOnTiles(const MatmulArgs& args) {
 
 template <class V, class X>
 static void TiledMatmul(const MatmulArgs& args) {
-  if (args.row_count < X::kFewestRows) return Matmul<V>(args);
+  if (!WorthTiles<X>(args)) return Matmul<V>(args);
   if (args.weights.scale_dtype == DType::kBF16) {
     MatmulOnTiles<V, X, DType::kBF16>(args);
   } else {
@@ -338,7 +320,7 @@ template <class V, class X>
 static Kernels MakeTiledKernels(const char* name) {
   Kernels kernels = MakeKernels<V>(name);
   kernels.matmul = &TiledMatmul<V, X>;
-  kernels.arrange_rows = &ArrangeRows<X>;
+  kernels.arrange_rows = &ArrangeRows<V, X>;
   kernels.peak_probe = &TilePeakProbe<X>;
   return kernels;
 }

@@ -3,8 +3,9 @@
 
 struct AmxTiles {
   static constexpr int kMostRows = 16;
-  // Below, decoding weights into memory costs more than tiles save.
+  // Below, memory traffic of weights and sums costs more than tiles save.
   static constexpr int kFewestRows = 12;
+  static constexpr int kFewestRowsOfSmallGroups = 32;
 
   // Bands of `rows` rows, products of `inputs` inputs (a multiple of 4, at most 64).
   static inline void Configure(int rows, int inputs) {
