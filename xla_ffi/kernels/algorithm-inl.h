@@ -317,28 +317,30 @@ struct PanelSource {
   }
 };
 
-// Groups of which inputs [range.begin, range.end) hold a part.
-static inline int64_t GroupsOf(const PairRange& range, int64_t width) {
-  return (range.end - 1) / width + 1 - range.group;
-}
-
-// Decodes a range into codes and, behind them, scales.
+// Decodes a range, whose codes the panel before has fetched, into codes and scales.
 template <class V, DType kScale>
 static void DecodePanel(const PackedMatrix& w, const PairRange& range, uint8_t* panel,
                         float* scales) {
-  PackedSource<V, kScale> source(w, range);
+  const uint8_t* first = CodesAt(w, range.first, range.begin);
+  const uint8_t* second = CodesAt(w, range.second, range.begin);
   for (int64_t k = range.begin; k < range.end; k += kRunInputs) {
     WeightPair<V> low, high;
-    source.Next(&low, &high);
+    V::Unpack(first, &low.first, &high.first);
+    V::Unpack(second, &low.second, &high.second);
     V::StoreWeights(panel, low.first);
     V::StoreWeights(panel + kRunBytes, low.second);
     V::StoreWeights(panel + 2 * kRunBytes, high.first);
     V::StoreWeights(panel + 3 * kRunBytes, high.second);
+    first += kRunBytes;
+    second += kRunBytes;
     panel += 4 * kRunBytes;
   }
-  for (int64_t n = GroupsOf(range, w.group_width); n > 0; --n, scales += 2 * kBlockChannels) {
-    V::Store(scales, source.NextScale(0));
-    V::Store(scales + kBlockChannels, source.NextScale(1));
+  const int64_t last_group = (range.end - 1) / w.group_width;
+  for (int64_t group = range.group; group <= last_group; ++group, scales += 2 * kBlockChannels) {
+    const int64_t index[2] = {(range.first * w.groups + group) * kBlockChannels,
+                              (range.second * w.groups + group) * kBlockChannels};
+    V::Store(scales, LoadScale<V>(w.scale, kScale, index[0]));
+    V::Store(scales + kBlockChannels, LoadScale<V>(w.scale, kScale, index[1]));
   }
 }
 
