@@ -261,6 +261,8 @@ static inline const uint8_t* CodesAt(const PackedMatrix& w, int64_t block, int64
 // Packed nibbles and scales, read once: right when one tile of rows is all there is.
 template <class V, DType kScale>
 struct PackedSource {
+  static constexpr bool kInPackedOrder = true;
+
   const uint8_t* codes[2];
   const void* scale;
   int64_t scale_index[2];  // of the group that comes next
@@ -294,6 +296,8 @@ struct PackedSource {
 // the codes that the next panel will be decoded from, one block each.
 template <class V>
 struct PanelSource {
+  static constexpr bool kInPackedOrder = false;  // but in that of Products<V>::StoreRun
+
   const uint8_t* next;
   const float* scale;
   const uint8_t* ahead;
@@ -317,6 +321,11 @@ struct PanelSource {
   }
 };
 
+// What a class of vectors may do in a way of its own, by a specialisation: the order of a run's
+// weights in a panel, and the products of a tile.
+template <class V>
+struct Products;
+
 // Decodes a range, whose codes the panel before has fetched, into codes and scales.
 template <class V, DType kScale>
 static void DecodePanel(const PackedMatrix& w, const PairRange& range, uint8_t* panel,
@@ -327,10 +336,7 @@ static void DecodePanel(const PackedMatrix& w, const PairRange& range, uint8_t* 
     WeightPair<V> low, high;
     V::Unpack(first, &low.first, &high.first);
     V::Unpack(second, &low.second, &high.second);
-    V::StoreWeights(panel, low.first);
-    V::StoreWeights(panel + kRunBytes, low.second);
-    V::StoreWeights(panel + 2 * kRunBytes, high.first);
-    V::StoreWeights(panel + 3 * kRunBytes, high.second);
+    Products<V>::StoreRun(low, high, panel);
     first += kRunBytes;
     second += kRunBytes;
     panel += 4 * kRunBytes;
@@ -374,8 +380,8 @@ static inline void AddChunk(Source& source, const int8_t* codes, Sum (&sum)[R][2
 // whereas registers for them make compilers move accumulators about. AVX2 has 16 registers for R =
 // 3: 12 of 16-bit partial sums; sums are on the stack, touched once a chunk.
 template <class V, int R, class Source>
-static inline void AddRange(const MatmulArgs& args, Source source, const PairRange& range,
-                            int64_t row) {
+static inline void AddVectors(const MatmulArgs& args, Source source, const PairRange& range,
+                              int64_t row) {
   const int64_t groups = args.weights.groups, width = args.weights.group_width;
   const int8_t* codes = args.row_tiles + row * groups * width + range.begin * R;
   const int32_t* start = args.row_starts + row * groups + range.group * R;
@@ -433,6 +439,23 @@ static inline void AddRange(const MatmulArgs& args, Source source, const PairRan
     start += R;
   }
 }
+
+template <class V>
+struct Products {
+  // As PanelSource reads it.
+  static inline void StoreRun(const WeightPair<V>& low, const WeightPair<V>& high, uint8_t* panel) {
+    V::StoreWeights(panel, low.first);
+    V::StoreWeights(panel + kRunBytes, low.second);
+    V::StoreWeights(panel + 2 * kRunBytes, high.first);
+    V::StoreWeights(panel + 3 * kRunBytes, high.second);
+  }
+
+  template <int R, class Source>
+  static inline void AddRange(const MatmulArgs& args, const Source& source, const PairRange& range,
+                              int64_t row) {
+    AddVectors<V, R>(args, source, range, row);
+  }
+};
 
 // Stores the first n of 16 values as `dtype`.
 template <class V>
@@ -504,7 +527,7 @@ static void StoreRows(const MatmulArgs& args, const PairRange& range, int64_t ro
 template <class V, int R, class Source>
 static void Tile(const MatmulArgs& args, const Source& source, const PairRange& range,
                  int64_t row) {
-  AddRange<V, R>(args, source, range, row);
+  Products<V>::template AddRange<R>(args, source, range, row);
   if (range.end == args.weights.inputs()) StoreRows<V>(args, range, row, R, args.state + row);
 }
 

@@ -4,6 +4,7 @@
 
 #include <atomic>
 
+#include "kernels/cpu_arm.h"
 #include "kernels/kernels.h"
 #include "kernels/tables.h"
 
@@ -75,6 +76,12 @@ struct Usable {
 #endif
     if (features.avx512_vnni) tables[count++] = &kAvx512Kernels;
     if (features.avx2) tables[count++] = &kAvx2Kernels;
+#endif
+#ifdef JAX_W4A8_AARCH64
+    const ArmFeatures features = DetectArmFeatures();
+    if (features.i8mm) tables[count++] = &kNeonI8mmKernels;
+    if (features.dotprod) tables[count++] = &kNeonDotprodKernels;
+    tables[count++] = &kNeonKernels;
 #endif
     tables[count++] = &kPortableKernels;
   }
