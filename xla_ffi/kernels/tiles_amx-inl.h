@@ -4,8 +4,8 @@
 struct AmxTiles {
   static constexpr int kMostRows = 16;
   // Below, memory traffic of weights and sums costs more than tiles save.
-  static constexpr int kFewestRows = 12;
-  static constexpr int kFewestRowsOfSmallGroups = 32;
+  static constexpr int kFewestRows = 13;
+  static constexpr int kFewestRowsOfSmallGroups = 48;
 
   // Bands of `rows` rows, products of `inputs` inputs (a multiple of 4, at most 64).
   static inline void Configure(int rows, int inputs) {
