@@ -14,14 +14,17 @@ namespace {
 // Bits by Intel's manual, volume 2, CPUID; compilers' headers don't name them all.
 constexpr uint32_t Bit(int number) { return uint32_t{1} << number; }
 
-constexpr uint32_t kOsxsave = Bit(27);                                       // leaf 1, ecx
-constexpr uint32_t kFma = Bit(12), kAvx = Bit(28), kF16c = Bit(29);          // leaf 1, ecx
-constexpr uint32_t kAvx2 = Bit(5);                                           // leaf 7, ebx
-constexpr uint32_t kAvx512 = Bit(16) | Bit(17) | Bit(30) | Bit(31);          // F, DQ, BW, VL
-constexpr uint32_t kGfni = Bit(8), kAvx512Vnni = Bit(11);                    // leaf 7, ecx
-constexpr uint32_t kAmxTile = Bit(24), kAmxInt8 = Bit(25);                   // leaf 7, edx
-constexpr uint32_t kAvxVnni = Bit(4);                                        // leaf 7.1, eax
-constexpr uint64_t kYmmState = 0x6, kZmmState = 0xe0, kTileState = 0x60000;  // XCR0
+// Leaf 1, ecx. A compiler that may use AVX may use SSE3 to SSE4.2 and POPCNT.
+constexpr uint32_t kSse = Bit(0) | Bit(9) | Bit(19) | Bit(20) | Bit(23);
+constexpr uint32_t kFma = Bit(12), kOsxsave = Bit(27), kAvx = Bit(28), kF16c = Bit(29);
+// Leaf 7.
+constexpr uint32_t kAvx2 = Bit(5);                                   // ebx
+constexpr uint32_t kAvx512 = Bit(16) | Bit(17) | Bit(30) | Bit(31);  // ebx: F, DQ, BW, VL
+constexpr uint32_t kGfni = Bit(8), kAvx512Vnni = Bit(11);            // ecx
+constexpr uint32_t kAmxTile = Bit(24), kAmxInt8 = Bit(25);           // edx
+constexpr uint32_t kAvxVnni = Bit(4);                                // leaf 7.1, eax
+// XCR0.
+constexpr uint64_t kYmmState = 0x6, kZmmState = 0xe0, kTileState = 0x60000;
 
 template <class Word>
 bool Has(Word word, Word bits) {
@@ -68,8 +71,8 @@ bool TilesGranted() {
 
 X86Sets DecideX86(const X86Words& words, bool tiles_granted) {
   X86Sets sets;
-  sets.avx2 = Has(words.leaf1_ecx, kOsxsave | kAvx | kFma | kF16c) && Has(words.xcr0, kYmmState) &&
-              Has(words.leaf7_ebx, kAvx2);
+  sets.avx2 = Has(words.leaf1_ecx, kSse | kFma | kOsxsave | kAvx | kF16c) &&
+              Has(words.xcr0, kYmmState) && Has(words.leaf7_ebx, kAvx2);
   sets.avx_vnni = sets.avx2 && Has(words.leaf7_1_eax, kAvxVnni);
   sets.avx512_vnni = sets.avx2 && Has(words.xcr0, kZmmState) && Has(words.leaf7_ebx, kAvx512) &&
                      Has(words.leaf7_ecx, kAvx512Vnni);
