@@ -1,6 +1,6 @@
-// AMX's tile instructions, and the AVX-512 ones that decode weights for them, in plain C++ under the
-// names of their intrinsics: with it, kernels/tiles_amx-inl.h runs as it stands on any machine. As in
-// Intel's manual, volume 2; what is an exception of the processor there is one of C++ here.
+// AMX's tile instructions, and the AVX-512 ones that decode weights for them, in plain C++ under
+// the names of their intrinsics: with it, kernels/tiles_amx-inl.h runs as it stands on any machine.
+// As in Intel's manual, volume 2; what is an exception of the processor there is one of C++ here.
 
 struct TileUnit {
   struct Tile {
@@ -133,8 +133,8 @@ static inline Vector512 _mm512_set1_epi64(int64_t x) {
   return out;
 }
 
-// Each byte times an 8 x 8 matrix of bits, whose first row is the highest byte of the 64 bits at the
-// byte's place; bit i of `add` is added to bit i.
+// Each byte times an 8 x 8 matrix of bits, whose first row is the highest byte of the 64 bits at
+// the byte's place; bit i of `add` is added to bit i.
 static inline Vector512 _mm512_gf2p8affine_epi64_epi8(Vector512 x, Vector512 matrix, int add) {
   Vector512 out;
   for (int i = 0; i < 64; ++i) {

@@ -8,17 +8,19 @@
 
 namespace jax_w4a8 {
 
-// Of a product: `sums` and `a` have `rows` rows, `a` has `inputs` bytes a row (a multiple of 4), and
-// `sums` and `b` have `columns` words a row.
+// Of a product: `sums` and `a` have `rows` rows, `a` has `inputs` bytes a row (a multiple of 4),
+// and `sums` and `b` have `columns` words a row.
 struct TileShape {
   int rows, inputs, columns;
 };
 
-// Bytes of a whole tile, which all operands are; those outside of `shape` are there to be left alone.
+// Bytes of a whole tile, which all operands are; those outside of `shape` are there to be left
+// alone.
 constexpr int kTileBytes = 16 * 64;
 
 struct TileOperations {
-  // Loads the three, adds the products, and stores the sums over `sums`; `zeros` gets a tile's zeros.
+  // Loads the three, adds the products, and stores the sums over `sums`; `zeros` gets a tile's
+  // zeros.
   void (*product)(const TileShape& shape, uint8_t* sums, const uint8_t* a, const uint8_t* b,
                   uint8_t* zeros);
   // Two affine maps of 64 bytes: those that decode the halves of packed weights, 64 bytes each.
