@@ -38,10 +38,12 @@ endfunction()
 set(TARGET_DEFINITIONS)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$" AND NOT MSVC)
   set(TARGET_DEFINITIONS JAX_W4A8_X86_64)
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64|ARM64)$" AND NOT MSVC)
+  set(TARGET_DEFINITIONS JAX_W4A8_AARCH64)
 endif()
 add_kernels(portable)
 add_kernels(weights_portable $<$<NOT:$<CXX_COMPILER_ID:MSVC>>:-fno-trapping-math>)
-if(TARGET_DEFINITIONS)
+if(TARGET_DEFINITIONS MATCHES X86_64)
   add_kernels(avx2 -mavx2 -mfma -mf16c)
   check_cxx_compiler_flag("-mavxvnni" COMPILER_HAS_AVX_VNNI)
   if(COMPILER_HAS_AVX_VNNI)
@@ -60,12 +62,18 @@ if(TARGET_DEFINITIONS)
   endif()
   add_kernels(weights_avx2 -mavx2 -mfma -fno-trapping-math)
   add_kernels(weights_avx512_vnni ${AVX512_VNNI} -fno-trapping-math)
+elseif(TARGET_DEFINITIONS MATCHES AARCH64)
+  # Quantisation of weights is plain loops: weights_portable has NEON, which is part of the architecture.
+  add_kernels(neon -march=armv8-a)
+  add_kernels(neon_dotprod -march=armv8.2-a+dotprod)
+  add_kernels(neon_i8mm -march=armv8.2-a+dotprod+i8mm)
 endif()
 
 add_library(runtime OBJECT
-            ${NATIVE_SOURCES}/kernels/cpu_x86.cc ${NATIVE_SOURCES}/kernels/dispatch.cc
-            ${NATIVE_SOURCES}/matmul.cc ${NATIVE_SOURCES}/moe.cc ${NATIVE_SOURCES}/pack.cc
-            ${NATIVE_SOURCES}/parallel.cc ${NATIVE_SOURCES}/probes.cc ${NATIVE_SOURCES}/scratch.cc)
+            ${NATIVE_SOURCES}/kernels/cpu_arm.cc ${NATIVE_SOURCES}/kernels/cpu_x86.cc
+            ${NATIVE_SOURCES}/kernels/dispatch.cc ${NATIVE_SOURCES}/matmul.cc ${NATIVE_SOURCES}/moe.cc
+            ${NATIVE_SOURCES}/pack.cc ${NATIVE_SOURCES}/parallel.cc ${NATIVE_SOURCES}/probes.cc
+            ${NATIVE_SOURCES}/scratch.cc)
 target_include_directories(runtime PUBLIC ${NATIVE_SOURCES})
 target_compile_definitions(runtime PUBLIC ${TARGET_DEFINITIONS})
 target_compile_options(runtime PRIVATE ${WARNINGS} $<$<NOT:$<CXX_COMPILER_ID:MSVC>>:-O2>)

@@ -236,6 +236,11 @@ struct PanelSource {
   }
 };
 
+// What a class of vectors may do in a way of its own, by a specialisation: the order of a run's
+// weights in a panel, and the products of a tile.
+template <class V>
+struct Products;
+
 // Decodes inputs [begin, end) of two blocks.
 template <class V>
 static void DecodePanel(PackedSource<V> source, int64_t begin, int64_t end, uint8_t* panel) {
@@ -244,10 +249,7 @@ static void DecodePanel(PackedSource<V> source, int64_t begin, int64_t end, uint
   for (int64_t k = begin; k < end; k += kRunInputs) {
     WeightPair<V> low, high;
     source.Next(&low, &high);
-    V::StoreWeights(panel, low.first);
-    V::StoreWeights(panel + kRunBytes, low.second);
-    V::StoreWeights(panel + 2 * kRunBytes, high.first);
-    V::StoreWeights(panel + 3 * kRunBytes, high.second);
+    Products<V>::StoreRun(low, high, panel);
     panel += 4 * kRunBytes;
   }
 }
@@ -358,6 +360,23 @@ static inline void TileTotals(const MatmulArgs& args, Source source, const PairR
   }
 }
 
+template <class V>
+struct Products {
+  // As PanelSource reads it.
+  static inline void StoreRun(const WeightPair<V>& low, const WeightPair<V>& high, uint8_t* panel) {
+    V::StoreWeights(panel, low.first);
+    V::StoreWeights(panel + kRunBytes, low.second);
+    V::StoreWeights(panel + 2 * kRunBytes, high.first);
+    V::StoreWeights(panel + 3 * kRunBytes, high.second);
+  }
+
+  template <int R, DType kScale, class Source>
+  static inline void AddRange(const MatmulArgs& args, const Source& source, const PairRange& range,
+                              const TileRows<R>& rows, typename V::F (&total)[R][2]) {
+    TileTotals<V, R, kScale>(args, source, range, rows, total);
+  }
+};
+
 // Result of one row and block: zero point, row scale and bias.
 template <class V>
 static inline typename V::F Finished(const MatmulArgs& args, typename V::F total, int64_t row,
@@ -427,7 +446,7 @@ static void Tile(const MatmulArgs& args, const Source& source, const PairRange& 
     rows.start[r] = q.start + rows.source[r] * q.groups;
   }
   typename V::F total[R][2];
-  TileTotals<V, R, kScale>(args, source, range, rows, total);
+  Products<V>::template AddRange<R, kScale>(args, source, range, rows, total);
   if (range.end == args.weights.inputs()) {
     StoreTile<V, R>(args, range, rows, total);
     return;

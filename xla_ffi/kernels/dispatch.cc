@@ -4,6 +4,7 @@
 
 #include <atomic>
 
+#include "kernels/cpu_arm.h"
 #include "kernels/kernels.h"
 #include "kernels/tables.h"
 
@@ -29,6 +30,12 @@ struct Usable {
     if (sets.avx_vnni) tables[count++] = &kAvxVnniKernels;
 #endif
     if (sets.avx2) tables[count++] = &kAvx2Kernels;
+#endif
+#ifdef JAX_W4A8_AARCH64
+    const ArmFeatures features = DetectArmFeatures();
+    if (features.i8mm) tables[count++] = &kNeonI8mmKernels;
+    if (features.dotprod) tables[count++] = &kNeonDotprodKernels;
+    tables[count++] = &kNeonKernels;
 #endif
     tables[count++] = &kPortableKernels;
   }

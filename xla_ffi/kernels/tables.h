@@ -17,6 +17,11 @@ extern const Kernels kAvx512Kernels;
 extern const Kernels kAmxKernels;
 #endif
 #endif
+#ifdef JAX_W4A8_AARCH64
+extern const Kernels kNeonKernels;
+extern const Kernels kNeonDotprodKernels;
+extern const Kernels kNeonI8mmKernels;
+#endif
 
 }  // namespace jax_w4a8
 

@@ -1,0 +1,239 @@
+// The product (rule 3) by `smmla`: two rows x 8 inputs by two channels x 8 inputs, 32 products to
+// an instruction. Sums of codes are exact, and what follows them is the same arithmetic in the same
+// order as in algorithm-inl.h, which comes first.
+//
+// All that a tile keeps has the shape of what the instruction adds to: of two rows, channels 2i and
+// 2i + 1 of the first, then those of the second. Three pairs of rows and one block at a time make
+// 24 sums, which with the rows' codes and a few weights fill the 32 registers.
+
+struct NeonI8mm : NeonDotprod {
+  static constexpr int kTileRows = 6;
+};
+
+struct RowPairs {
+  // Weights of a run and one block in the instruction's order.
+  struct Weights {
+    int8x16_t part[8];
+  };
+  static constexpr int kParts = kBlockChannels / 2;
+
+  // Parts 2i and 2i + 1 of quarter i of two rows, and back.
+  static inline int32x4_t Part(int part, int32x4_t first, int32x4_t second) {
+    const int64x2_t a = vreinterpretq_s64_s32(first), b = vreinterpretq_s64_s32(second);
+    return vreinterpretq_s32_s64(part % 2 ? vzip2q_s64(a, b) : vzip1q_s64(a, b));
+  }
+  static inline float32x4_t Part(int part, float32x4_t first, float32x4_t second) {
+    return vreinterpretq_f32_s32(
+        Part(part, vreinterpretq_s32_f32(first), vreinterpretq_s32_f32(second)));
+  }
+
+  // From four bytes of low and of high nibbles each to eight of one channel.
+  static inline Weights Join(const NeonI8mm::W& low, const NeonI8mm::W& high) {
+    Weights out;
+    JAX_W4A8_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const int32x4_t a = vreinterpretq_s32_s8(low.quarter[i]);
+      const int32x4_t b = vreinterpretq_s32_s8(high.quarter[i]);
+      out.part[2 * i] = vreinterpretq_s8_s32(vzip1q_s32(a, b));
+      out.part[2 * i + 1] = vreinterpretq_s8_s32(vzip2q_s32(a, b));
+    }
+    return out;
+  }
+
+  // The run that begins at input k, of block n of the range.
+  static inline Weights Run(const PackedSource<NeonI8mm>& source, const PairRange&, int64_t k,
+                            int n) {
+    const uint8_t* from = (n ? source.second : source.first) + k * (kRunBytes / kRunInputs);
+    NeonI8mm::W low, high;
+    NeonI8mm::Unpack(from, &low, &high);
+    NeonI8mm::Prefetch(from + source.kPrefetchBytes);
+    return Join(low, high);
+  }
+  static inline Weights Run(const PanelSource<NeonI8mm>& source, const PairRange& range, int64_t k,
+                            int n) {
+    const uint8_t* from =
+        source.next + (k - range.begin) * (4 * kRunBytes / kRunInputs) + n * 2 * kRunBytes;
+    Weights out;
+    for (int i = 0; i < kParts; ++i) out.part[i] = vreinterpretq_s8_u8(vld1q_u8(from + 16 * i));
+    return out;
+  }
+  static inline void Store(uint8_t* to, const Weights& weights) {
+    for (int i = 0; i < kParts; ++i) vst1q_u8(to + 16 * i, vreinterpretq_u8_s8(weights.part[i]));
+  }
+};
+
+// Of a tile of R rows, an odd last one of which is taken twice.
+template <int R>
+class PairTile {
+ public:
+  PairTile(const TileRows<R>& rows, const PairRange& range) : rows_(rows), range_(range) {
+    if (range.begin == 0) {
+      for (int n = 0; n < 2; ++n) {
+        for (int p = 0; p < kPairs; ++p) {
+          for (float32x4_t& part : total_[n][p]) part = vdupq_n_f32(0);
+        }
+      }
+      return;
+    }
+    for (int n = 0; n < 2; ++n) {
+      for (int p = 0; p < kPairs; ++p) {
+        const float* first = rows.state[First(p)].total[n];
+        const float* second = rows.state[Second(p)].total[n];
+        for (int i = 0; i < RowPairs::kParts; ++i) {
+          const int quarter = i / 2 * 4;
+          total_[n][p][i] =
+              RowPairs::Part(i, vld1q_f32(first + quarter), vld1q_f32(second + quarter));
+        }
+      }
+    }
+  }
+
+  // Adds inputs [k, end) of one group and block n; they end the group or the range.
+  template <DType kScale, class Source>
+  inline void AddGroup(const PackedMatrix& w, const Source& source, int64_t group, int64_t k,
+                       int64_t end, int n) {
+    int32x4_t sum[kPairs][RowPairs::kParts];
+    Begin(k == group * w.group_width, group, n, sum);
+    const int64_t group_end = (group + 1) * w.group_width;
+    do {
+      const RowPairs::Weights weights = RowPairs::Run(source, range_, k, n);
+      int8x16_t codes[kPairs];
+      JAX_W4A8_UNROLL
+      for (int p = 0; p < kPairs; ++p) {
+        codes[p] =
+            vcombine_s8(vld1_s8(rows_.codes[First(p)] + k), vld1_s8(rows_.codes[Second(p)] + k));
+      }
+      JAX_W4A8_UNROLL
+      for (int i = 0; i < RowPairs::kParts; ++i) {
+        JAX_W4A8_UNROLL
+        for (int p = 0; p < kPairs; ++p) {
+          sum[p][i] = vmmlaq_s32(sum[p][i], codes[p], weights.part[i]);
+        }
+      }
+      k += kRunInputs;
+    } while (k < end);
+    if (end < group_end) return Keep(n, sum);
+    const int64_t block = n ? range_.second : range_.first;
+    const NeonI8mm::F scale =
+        LoadScale<NeonI8mm>(w.scale, kScale, (block * w.groups + group) * kBlockChannels);
+    JAX_W4A8_UNROLL
+    for (int i = 0; i < RowPairs::kParts; ++i) {
+      const float32x4_t both = RowPairs::Part(i, scale.quarter[i / 2], scale.quarter[i / 2]);
+      JAX_W4A8_UNROLL
+      for (int p = 0; p < kPairs; ++p) {
+        total_[n][p][i] = vfmaq_f32(total_[n][p][i], vcvtq_f32_s32(sum[p][i]), both);
+      }
+    }
+  }
+
+  inline NeonI8mm::F Total(int r, int n) const {
+    NeonI8mm::F out;
+    for (int i = 0; i < 4; ++i) {
+      const float32x4_t* parts = total_[n][r / 2] + 2 * i;
+      out.quarter[i] = RowPairs::Part(r, parts[0], parts[1]);
+    }
+    return out;
+  }
+
+ private:
+  static constexpr int kPairs = (R + 1) / 2;
+  static constexpr int First(int pair) { return 2 * pair; }
+  static constexpr int Second(int pair) { return 2 * pair + 1 < R ? 2 * pair + 1 : 2 * pair; }
+
+  // Sums at the start of a group, or as the range before left them.
+  inline void Begin(bool at_start, int64_t group, int n,
+                    int32x4_t (&sum)[kPairs][RowPairs::kParts]) const {
+    JAX_W4A8_UNROLL
+    for (int p = 0; p < kPairs; ++p) {
+      const int32_t* first = rows_.state[First(p)].sum[n];
+      const int32_t* second = rows_.state[Second(p)].sum[n];
+      if (at_start) {
+        const int32x4_t start = vcombine_s32(vdup_n_s32(rows_.start[First(p)][group]),
+                                             vdup_n_s32(rows_.start[Second(p)][group]));
+        for (int i = 0; i < RowPairs::kParts; ++i) sum[p][i] = start;
+        continue;
+      }
+      for (int i = 0; i < RowPairs::kParts; ++i) {
+        const int quarter = i / 2 * 4;
+        sum[p][i] = RowPairs::Part(i, vld1q_s32(first + quarter), vld1q_s32(second + quarter));
+      }
+    }
+  }
+
+  // Leaves sums to the range that comes next.
+  inline void Keep(int n, const int32x4_t (&sum)[kPairs][RowPairs::kParts]) const {
+    for (int r = 0; r < R; ++r) {
+      for (int i = 0; i < 4; ++i) {
+        const int32x4_t* parts = sum[r / 2] + 2 * i;
+        vst1q_s32(rows_.state[r].sum[n] + 4 * i, RowPairs::Part(r, parts[0], parts[1]));
+      }
+    }
+  }
+
+  const TileRows<R>& rows_;
+  const PairRange& range_;
+  float32x4_t total_[2][kPairs][RowPairs::kParts];
+};
+
+template <>
+struct Products<NeonI8mm> {
+  static inline void StoreRun(const WeightPair<NeonI8mm>& low, const WeightPair<NeonI8mm>& high,
+                              uint8_t* panel) {
+    RowPairs::Store(panel, RowPairs::Join(low.first, high.first));
+    RowPairs::Store(panel + 2 * kRunBytes, RowPairs::Join(low.second, high.second));
+  }
+
+  template <int R, DType kScale, class Source>
+  static inline void AddRange(const MatmulArgs& args, const Source& source, const PairRange& range,
+                              const TileRows<R>& rows, NeonI8mm::F (&total)[R][2]) {
+    PairTile<R> tile(rows, range);
+    const int64_t width = args.weights.group_width;
+    for (int64_t group = range.begin / width; group * width < range.end; ++group) {
+      const int64_t from = group * width, to = from + width;
+      const int64_t begin = from > range.begin ? from : range.begin;
+      const int64_t end = to < range.end ? to : range.end;
+      for (int n = 0; n < 2; ++n) {
+        tile.template AddGroup<kScale>(args.weights, source, group, begin, end, n);
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      for (int n = 0; n < 2; ++n) total[r][n] = tile.Total(r, n);
+    }
+  }
+
+  // A row alone has no use for pairs, and its weights needn't be put in their order.
+  template <int R, DType kScale>
+  static inline void AddRange(const MatmulArgs& args, const PackedSource<NeonI8mm>& source,
+                              const PairRange& range, const TileRows<1>& rows,
+                              NeonI8mm::F (&total)[1][2]) {
+    TileTotals<NeonI8mm, 1, kScale>(args, source, range, rows, total);
+  }
+};
+
+// As PeakProbe, with `smmla`.
+static int64_t PairPeakProbe(int64_t iterations, int32_t* sink) {
+  constexpr int kChains = 24;
+  int8_t bytes[16 * (kChains + 1)];
+  for (size_t i = 0; i < sizeof(bytes); ++i) bytes[i] = static_cast<int8_t>((i + *sink) & 7);
+  int32x4_t sum[kChains];
+  for (int32x4_t& chain : sum) chain = vdupq_n_s32(*sink);
+  const int8x16_t weights = vld1q_s8(bytes);
+  for (int64_t i = 0; i < iterations; ++i) {
+    const volatile int64_t offset = 0;  // read anew in each iteration, so that no product is kept
+    const int8_t* codes = bytes + 16 + offset;
+    JAX_W4A8_UNROLL
+    for (int chain = 0; chain < kChains; ++chain) {
+      sum[chain] = vmmlaq_s32(sum[chain], vld1q_s8(codes + 16 * chain), weights);
+    }
+  }
+  int32_t total = 0;
+  for (const int32x4_t& chain : sum) total += vaddvq_s32(chain);
+  *sink = total;
+  return iterations * kChains * 32;
+}
+
+static Kernels MakePairKernels(const char* name) {
+  Kernels kernels = MakeKernels<NeonI8mm>(name);
+  kernels.peak_probe = &PairPeakProbe;
+  return kernels;
+}
