@@ -5,12 +5,9 @@
 #include <atomic>
 
 #include "kernels/cpu_arm.h"
+#include "kernels/cpu_x86.h"
 #include "kernels/kernels.h"
 #include "kernels/tables.h"
-
-#ifdef JAX_W4A8_X86_64
-#include "kernels/cpu_x86.h"
-#endif
 
 namespace jax_w4a8 {
 namespace {
