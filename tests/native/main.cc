@@ -1,8 +1,8 @@
 // Runs every case on one instruction set after the other and compares with the shared checksums.
 //
 //   native_tests                          every instruction set that is usable here
-//   native_tests --instruction-set NAME   one of them, or `amx_model`, usable everywhere: the kernels
-//                                         for AMX on a model of its instructions
+//   native_tests --instruction-set NAME   one of them, or `amx_model`, usable everywhere:
+//                                         AMX on a model of its instructions
 //   native_tests --checksums FILE         against another file of checksums
 //   native_tests --record                 writes that file, with the portable set
 //   native_tests --list                   names the cases

@@ -3,7 +3,8 @@
 #ifdef JAX_W4A8_X86_64
 
 #include <cpuid.h>
-#ifdef __linux__
+#if defined(__linux__) && defined(JAX_W4A8_AMX)
+#define JAX_W4A8_ASK_FOR_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -51,11 +52,11 @@ X86Words ReadWords() {
   return words;
 }
 
-// Linux gives a process, with all its threads and forks, tile registers when it asks; elsewhere
-// nothing is known to give them. That the request returns 0 is not enough: a sandbox may answer so
-// for the kernel.
+// Linux gives a process, with all its threads and forks, tile registers when it asks, which only
+// kernels for them have reason to; elsewhere nothing is known to give them. That the request
+// returns 0 is not enough: a sandbox may answer so for the kernel.
 bool TilesGranted() {
-#ifdef __linux__
+#ifdef JAX_W4A8_ASK_FOR_TILES
   constexpr long kGetPermission = 0x1022, kRequestPermission = 0x1023;  // ARCH_*_XCOMP_PERM
   constexpr long kTileData = 18;                                        // XTILEDATA
   uint64_t permitted = 0;
