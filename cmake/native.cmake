@@ -45,6 +45,11 @@ add_kernels(portable)
 add_kernels(weights_portable $<$<NOT:$<CXX_COMPILER_ID:MSVC>>:-fno-trapping-math>)
 if(TARGET_DEFINITIONS MATCHES X86_64)
   add_kernels(avx2 -mavx2 -mfma -mf16c)
+  check_cxx_compiler_flag("-mavxvnni" COMPILER_HAS_AVX_VNNI)
+  if(COMPILER_HAS_AVX_VNNI)
+    list(APPEND TARGET_DEFINITIONS JAX_W4A8_AVX_VNNI)
+    add_kernels(avx_vnni -mavx2 -mfma -mf16c -mavxvnni)
+  endif()
   set(AVX512_VNNI -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma -mf16c)
   # GCC's own intrinsics headers trip these two warnings (GCC bug 105593).
   set(INTRINSICS_WARNINGS $<$<CXX_COMPILER_ID:GNU>:-Wno-uninitialized>
@@ -65,8 +70,8 @@ elseif(TARGET_DEFINITIONS MATCHES AARCH64)
 endif()
 
 add_library(runtime OBJECT
-            ${NATIVE_SOURCES}/kernels/cpu_arm.cc ${NATIVE_SOURCES}/kernels/dispatch.cc
-            ${NATIVE_SOURCES}/matmul.cc ${NATIVE_SOURCES}/moe.cc
+            ${NATIVE_SOURCES}/kernels/cpu_arm.cc ${NATIVE_SOURCES}/kernels/cpu_x86.cc
+            ${NATIVE_SOURCES}/kernels/dispatch.cc ${NATIVE_SOURCES}/matmul.cc ${NATIVE_SOURCES}/moe.cc
             ${NATIVE_SOURCES}/pack.cc ${NATIVE_SOURCES}/parallel.cc ${NATIVE_SOURCES}/probes.cc
             ${NATIVE_SOURCES}/scratch.cc)
 target_include_directories(runtime PUBLIC ${NATIVE_SOURCES})

@@ -44,6 +44,20 @@ def test_every_instruction_set_has_the_recorded_bits(program):
     assert done.stderr.splitlines() == [f"{name}: {cases} cases, 0 differences" for name in names]
 
 
+def test_the_model_of_tile_instructions_has_the_recorded_bits(program):
+    """The kernels for AMX, on every machine."""
+    done = run(program, "--instruction-set", "amx_model")
+    assert done.returncode == 0, done.stderr
+    cases = len(CHECKSUMS.read_text().splitlines())
+    assert done.stderr == f"amx_model: {cases} cases, 0 differences\n"
+
+
+def test_units(program):
+    done = run(program.with_name("native_units"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(" checks, 0 failures\n")
+
+
 def test_a_difference_is_named(program, tmp_path):
     lines = CHECKSUMS.read_text().splitlines()
     name, checksum = lines[100].split()

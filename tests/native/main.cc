@@ -1,7 +1,8 @@
 // Runs every case on one instruction set after the other and compares with the shared checksums.
 //
 //   native_tests                          every instruction set that is usable here
-//   native_tests --instruction-set NAME   one of them
+//   native_tests --instruction-set NAME   one of them, or `amx_model`, usable everywhere:
+//                                         AMX on a model of its instructions
 //   native_tests --checksums FILE         against another file of checksums
 //   native_tests --record                 writes that file, with the portable set
 //   native_tests --list                   names the cases
@@ -19,6 +20,7 @@
 #include "cases.h"
 #include "float_env.h"
 #include "kernels/kernels.h"
+#include "tile_operations.h"
 
 namespace jax_w4a8 {
 namespace {
@@ -54,6 +56,12 @@ std::vector<std::string> UsableNames() {
   return names;
 }
 
+// One of the usable ones, in use from now on, or the model of one; null if there is none.
+const Kernels* TablesOf(const std::string& name) {
+  if (name == kAmxModelKernels.name) return &kAmxModelKernels;
+  return ForceKernels(name.c_str()) ? &ActiveKernels() : nullptr;
+}
+
 Recorded Read(const char* file) {
   Recorded recorded;
   std::ifstream in(file);
@@ -74,14 +82,15 @@ int Record(const char* file) {
 
 // The number of cases that differ from the recorded ones, or that one of the two lists lacks.
 int Compare(const std::string& set, const char* file, bool print) {
-  if (!ForceKernels(set.c_str())) {
+  const Kernels* kernels = TablesOf(set);
+  if (!kernels) {
     fprintf(stderr, "native_tests: instruction set %s isn't usable here\n", set.c_str());
     return 1;
   }
   Recorded recorded = Read(file);
   int differences = 0, cases = 0;
   for (const Case& one : AllCases()) {
-    const std::string checksum = Run(one, ActiveKernels());
+    const std::string checksum = Run(one, *kernels);
     if (print) printf("%s %s\n", one.name.c_str(), checksum.c_str());
     ++cases;
     const auto found = recorded.find(one.name);

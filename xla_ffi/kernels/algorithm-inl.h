@@ -702,7 +702,7 @@ static void ReadProbe(const uint8_t* data, int64_t bytes, int32_t* sink) {
 }
 
 template <class V>
-static Kernels MakeKernels(const char* name) {
+static constexpr Kernels MakeKernels(const char* name) {
   return {name,        &ToFloat<V>,   &QuantizeRow<V>, &Matmul<V>, &ArrangeTiles<V>,
           &Combine<V>, &PeakProbe<V>, &ReadProbe<V>};
 }

@@ -15,6 +15,6 @@ namespace {
 #include "kernels/tiles_amx-inl.h"
 }  // namespace
 
-const Kernels kAmxKernels = MakeTiledKernels<Avx512, AmxTiles>("amx_int8");
+constexpr Kernels kAmxKernels = MakeTiledKernels<Avx512, AmxTiles>("amx_int8");
 
 }  // namespace jax_w4a8

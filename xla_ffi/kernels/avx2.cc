@@ -13,6 +13,6 @@ namespace {
 #include "kernels/algorithm-inl.h"
 }  // namespace
 
-const Kernels kAvx2Kernels = MakeKernels<Avx2>("avx2");
+constexpr Kernels kAvx2Kernels = MakeKernels<Avx2>("avx2");
 
 }  // namespace jax_w4a8

@@ -13,6 +13,6 @@ namespace {
 #include "kernels/algorithm-inl.h"
 }  // namespace
 
-const Kernels kAvx512Kernels = MakeKernels<Avx512>("avx512_vnni");
+constexpr Kernels kAvx512Kernels = MakeKernels<Avx512>("avx512_vnni");
 
 }  // namespace jax_w4a8

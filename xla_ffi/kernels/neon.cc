@@ -13,6 +13,6 @@ namespace {
 #include "kernels/algorithm-inl.h"
 }  // namespace
 
-const Kernels kNeonKernels = MakeKernels<Neon>("neon");
+constexpr Kernels kNeonKernels = MakeKernels<Neon>("neon");
 
 }  // namespace jax_w4a8

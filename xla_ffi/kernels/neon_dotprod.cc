@@ -13,6 +13,6 @@ namespace {
 #include "kernels/algorithm-inl.h"
 }  // namespace
 
-const Kernels kNeonDotprodKernels = MakeKernels<NeonDotprod>("neon_dotprod");
+constexpr Kernels kNeonDotprodKernels = MakeKernels<NeonDotprod>("neon_dotprod");
 
 }  // namespace jax_w4a8

@@ -14,6 +14,6 @@ namespace {
 #include "kernels/pairs_i8mm-inl.h"
 }  // namespace
 
-const Kernels kNeonI8mmKernels = MakePairKernels("neon_i8mm");
+constexpr Kernels kNeonI8mmKernels = MakePairKernels("neon_i8mm");
 
 }  // namespace jax_w4a8

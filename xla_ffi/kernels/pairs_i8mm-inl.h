@@ -223,7 +223,7 @@ static int64_t PairPeakProbe(int64_t iterations, int32_t* sink) {
   return iterations * kChains * 32;
 }
 
-static Kernels MakePairKernels(const char* name) {
+static constexpr Kernels MakePairKernels(const char* name) {
   Kernels kernels = MakeKernels<NeonI8mm>(name);
   kernels.peak_probe = &PairPeakProbe;
   return kernels;

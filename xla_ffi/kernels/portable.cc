@@ -13,6 +13,6 @@ namespace {
 #include "kernels/algorithm-inl.h"
 }  // namespace
 
-const Kernels kPortableKernels = MakeKernels<Portable>("portable");
+constexpr Kernels kPortableKernels = MakeKernels<Portable>("portable");
 
 }  // namespace jax_w4a8

@@ -9,6 +9,9 @@ namespace jax_w4a8 {
 extern const Kernels kPortableKernels;
 #ifdef JAX_W4A8_X86_64
 extern const Kernels kAvx2Kernels;
+#ifdef JAX_W4A8_AVX_VNNI
+extern const Kernels kAvxVnniKernels;
+#endif
 extern const Kernels kAvx512Kernels;
 #ifdef JAX_W4A8_AMX
 extern const Kernels kAmxKernels;

@@ -317,7 +317,7 @@ static int64_t TilePeakProbe(int64_t iterations, int32_t* sink) {
 }
 
 template <class V, class X>
-static Kernels MakeTiledKernels(const char* name) {
+static constexpr Kernels MakeTiledKernels(const char* name) {
   Kernels kernels = MakeKernels<V>(name);
   kernels.matmul = &TiledMatmul<V, X>;
   kernels.arrange_rows = &ArrangeRows<V, X>;

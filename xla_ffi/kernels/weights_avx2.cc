@@ -9,6 +9,6 @@ namespace {
 #include "kernels/weights-inl.h"
 }  // namespace
 
-const WeightKernels kAvx2WeightKernels = {"avx2", Largest, Quantize};
+constexpr WeightKernels kAvx2WeightKernels = {"avx2", Largest, Quantize};
 
 }  // namespace jax_w4a8

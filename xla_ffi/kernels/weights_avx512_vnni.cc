@@ -9,6 +9,6 @@ namespace {
 #include "kernels/weights-inl.h"
 }  // namespace
 
-const WeightKernels kAvx512WeightKernels = {"avx512_vnni", Largest, Quantize};
+constexpr WeightKernels kAvx512WeightKernels = {"avx512_vnni", Largest, Quantize};
 
 }  // namespace jax_w4a8

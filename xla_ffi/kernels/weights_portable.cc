@@ -9,6 +9,6 @@ namespace {
 #include "kernels/weights-inl.h"
 }  // namespace
 
-const WeightKernels kPortableWeightKernels = {"portable", Largest, Quantize};
+constexpr WeightKernels kPortableWeightKernels = {"portable", Largest, Quantize};
 
 }  // namespace jax_w4a8

@@ -1,0 +1,19 @@
+// Instantiates the algorithm for one instruction set; compiled with that set's flags.
+#include <immintrin.h>
+#include <math.h>
+
+#include "kernels/kernels.h"
+#include "kernels/scalar.h"
+#include "kernels/tables.h"
+
+namespace jax_w4a8 {
+namespace {
+#include "kernels/vec_avx2-inl.h"
+#include "kernels/vec_avx_vnni-inl.h"
+// The traits come first: the algorithm is written in their terms.
+#include "kernels/algorithm-inl.h"
+}  // namespace
+
+constexpr Kernels kAvxVnniKernels = MakeKernels<AvxVnni>("avx_vnni");
+
+}  // namespace jax_w4a8
