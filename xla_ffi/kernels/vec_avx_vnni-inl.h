@@ -5,8 +5,11 @@ struct AvxVnni : Avx2 {
   static constexpr int kPeakChains = 6;  // of two registers each
   static constexpr bool kNarrowSums = false;
 
+  // Not the intrinsic, as in Avx512.
   static inline I Dot(I sum, W w, B codes) {
-    return {{_mm256_dpbusd_avx_epi32(sum.half[0], w.half[0], codes),
-             _mm256_dpbusd_avx_epi32(sum.half[1], w.half[1], codes)}};
+    for (int i = 0; i < 2; ++i) {
+      __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum.half[i]) : "x"(w.half[i]), "x"(codes));
+    }
+    return sum;
   }
 };
