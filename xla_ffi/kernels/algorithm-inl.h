@@ -258,7 +258,13 @@ static inline const uint8_t* CodesAt(const PackedMatrix& w, int64_t block, int64
   return w.codes + block * static_cast<int64_t>(w.block_bytes()) + input * kBlockChannels / 2;
 }
 
-// Packed nibbles and scales, read once: right when one tile of rows is all there is.
+// Bytes between what is read from memory and what is fetched ahead: enough for its latency at its
+// full rate.
+constexpr int64_t kFetchAhead = 8192;
+
+// Packed nibbles and scales of two whole blocks, read once: right when one tile of rows is all
+// there is. Memory sets the pace then, so codes are fetched long before their use, those of the two
+// blocks that follow included.
 template <class V, DType kScale>
 struct PackedSource {
   static constexpr bool kInPackedOrder = true;
@@ -266,20 +272,30 @@ struct PackedSource {
   const uint8_t* codes[2];
   const void* scale;
   int64_t scale_index[2];  // of the group that comes next
+  int64_t block_bytes;
+  int64_t ahead;  // bytes from the next codes to those that are fetched
+  int64_t left;   // bytes of a block to fetch before the next pair of blocks is due
 
-  PackedSource(const PackedMatrix& w, const PairRange& range)
-      : codes{CodesAt(w, range.first, range.begin), CodesAt(w, range.second, range.begin)},
+  PackedSource(const PackedMatrix& w, int64_t first, int64_t second)
+      : codes{CodesAt(w, first, 0), CodesAt(w, second, 0)},
         scale(w.scale),
-        scale_index{(range.first * w.groups + range.group) * kBlockChannels,
-                    (range.second * w.groups + range.group) * kBlockChannels} {}
+        scale_index{first * w.groups * kBlockChannels, second * w.groups * kBlockChannels},
+        block_bytes(static_cast<int64_t>(w.block_bytes())),
+        ahead(kFetchAhead + kFetchAhead / block_bytes * block_bytes),
+        left(block_bytes - kFetchAhead % block_bytes) {}
 
   inline void Next(WeightPair<V>* low, WeightPair<V>* high) {
     V::Unpack(codes[0], &low->first, &high->first);
     V::Unpack(codes[1], &low->second, &high->second);
-    V::Prefetch(codes[0] + kPrefetchBytes);
-    V::Prefetch(codes[1] + kPrefetchBytes);
+    V::Prefetch(codes[0] + ahead);
+    V::Prefetch(codes[1] + ahead);
     codes[0] += kRunBytes;
     codes[1] += kRunBytes;
+    left -= kRunBytes;
+    if (left == 0) {
+      ahead += block_bytes;
+      left = block_bytes;
+    }
   }
 
   inline typename V::F NextScale(int block) {
@@ -287,8 +303,6 @@ struct PackedSource {
     scale_index[block] += kBlockChannels;
     return value;
   }
-
-  static constexpr int kPrefetchBytes = 1024;
 };
 
 // Bytes and floats that DecodePanel wrote: right when several tiles of rows use the same weights.
@@ -583,7 +597,7 @@ static void MatmulScaled(const MatmulArgs& args) {
     for (PanelCursor cursor = {args.block_begin, 0}; !cursor.AtEnd(args); cursor.block += 2) {
       PairRange range = cursor.Range(w);
       range.end = w.inputs();
-      const PackedSource<V, kScale> source(w, range);
+      const PackedSource<V, kScale> source(w, range.first, range.second);
       DispatchTile<V, V::kTileRows>(args, source, range, 0, args.row_count);
     }
     return;
@@ -694,8 +708,9 @@ static void ReadProbe(const uint8_t* data, int64_t bytes, int32_t* sink) {
   for (int64_t offset = 0; offset + 4 * kRunBytes <= bytes; offset += 4 * kRunBytes) {
     JAX_W4A8_UNROLL
     for (int i = 0; i < 4; ++i) {
-      const void* from = data + offset + i * kRunBytes;
-      sum[i] = V::AddInt(sum[i], V::LoadInt(static_cast<const int32_t*>(from)));
+      const uint8_t* from = data + offset + i * kRunBytes;
+      V::Prefetch(from + kFetchAhead);
+      sum[i] = V::AddInt(sum[i], V::LoadInt(reinterpret_cast<const int32_t*>(from)));
     }
   }
   for (int i = 0; i < 4; ++i) *sink += V::Sum(sum[i]);

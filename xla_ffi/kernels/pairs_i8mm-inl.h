@@ -46,7 +46,7 @@ struct RowPairs {
     const uint8_t* from = source.codes[n] + offset * (kRunBytes / kRunInputs);
     NeonI8mm::W low, high;
     NeonI8mm::Unpack(from, &low, &high);
-    NeonI8mm::Prefetch(from + source.kPrefetchBytes);
+    NeonI8mm::Prefetch(from + source.ahead);
     return Join(low, high);
   }
   static inline Weights Run(const PanelSource<NeonI8mm>& source, int64_t offset, int n) {

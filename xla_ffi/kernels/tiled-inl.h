@@ -58,16 +58,22 @@ static void ArrangeRows(const MatmulArgs& args) {
 template <class V, class X>
 class PanelDecoder {
  public:
-  // Of `inputs` inputs of two blocks, in `steps` nearly equal steps.
-  void Start(const uint8_t* first, const uint8_t* second, int64_t inputs, int64_t steps,
-             uint8_t* panel) {
-    from_[0] = first;
-    from_[1] = second;
+  // Of a range of w, in `steps` nearly equal steps, while the codes of the range `following` are
+  // fetched.
+  void Start(const PackedMatrix& w, const PairRange& range, const PairRange& following,
+             int64_t steps, uint8_t* panel) {
+    from_[0] = CodesAt(w, range.first, range.begin);
+    from_[1] = CodesAt(w, range.second, range.begin);
+    ahead_[0] = CodesAt(w, following.first, following.begin) - from_[0];
+    ahead_[1] = CodesAt(w, following.second, following.begin) - from_[1];
     panel_ = panel;
-    end_ = inputs * kRunBytes / kRunInputs;
+    end_ = (range.end - range.begin) * kRunBytes / kRunInputs;
     offset_ = 0;
     piece_ = (end_ / kRunBytes + steps - 1) / steps * kRunBytes;
   }
+
+  // Until it is started anew, nothing is decoded.
+  void Stop() { offset_ = end_ = 0; }
 
   inline void Step() {
     const int64_t end = offset_ + piece_ < end_ ? offset_ + piece_ : end_;
@@ -79,8 +85,8 @@ class PanelDecoder {
     for (; offset < end; offset += kRunBytes) {
       X::Decode(first + offset, panel + 2 * offset);
       X::Decode(second + offset, panel + kPanelBytes / 2 + 2 * offset);
-      V::Prefetch(first + offset + kAhead);
-      V::Prefetch(second + offset + kAhead);
+      V::Prefetch(first + offset + ahead_[0]);
+      V::Prefetch(second + offset + ahead_[1]);
     }
   }
 
@@ -91,8 +97,8 @@ class PanelDecoder {
   }
 
  private:
-  static constexpr int64_t kAhead = 2048;
   const uint8_t* from_[2] = {};
+  int64_t ahead_[2] = {};  // from codes that are decoded to those that are fetched
   uint8_t* panel_ = nullptr;
   int64_t end_ = 0, offset_ = 0, piece_ = 0;
 };
@@ -243,13 +249,13 @@ static inline void StoreTotals(const MatmulArgs& args, const BandShape& shape,
 }
 
 template <class V, class X>
-static inline void StartDecoding(const MatmulArgs& args, const PanelCursor& cursor, int64_t steps,
+static inline void StartDecoding(const MatmulArgs& args, PanelCursor cursor, int64_t steps,
                                  uint8_t* panel, PanelDecoder<V, X>* decoder) {
-  if (cursor.AtEnd(args)) return decoder->Start(nullptr, nullptr, 0, 1, panel);
-  const PackedMatrix& w = args.weights;
-  const PairRange range = cursor.Range(w);
-  decoder->Start(CodesAt(w, range.first, range.begin), CodesAt(w, range.second, range.begin),
-                 range.end - range.begin, steps, panel);
+  if (cursor.AtEnd(args)) return decoder->Stop();
+  const PairRange range = cursor.Range(args.weights);
+  cursor.Advance(args.weights);
+  const PairRange following = cursor.AtEnd(args) ? range : cursor.Range(args.weights);
+  decoder->Start(args.weights, range, following, steps, panel);
 }
 
 template <class V, class X, DType kScale>
