@@ -51,9 +51,7 @@ class Attention(nnx.Module):
         queries, keys, values = self._project(x, span)
         cache = self.pair.store(cache, keys, values, span)
         sinks = None if self.sinks is None else self.sinks.get_value()
-        mixed = self.pair.attend(
-            queries, cache, span, scale=config.scale, window=config.window, sinks=sinks
-        )
+        mixed = self.pair.attend(queries, cache, span, scale=config.scale, window=config.window, sinks=sinks)
         return self.output(mixed.reshape(*x.shape[:2], -1)), cache
 
     def empty_cache(self, batch: int, positions: int) -> LayerCache:

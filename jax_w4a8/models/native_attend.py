@@ -73,9 +73,7 @@ batch_by_tokens(attend_p, 5)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(options: _Options, *operands: jax.Array) -> jax.Array:
     def body(*operands: jax.Array) -> jax.Array:
-        found: jax.Array = attend_p.bind(
-            *vary_together(operands), scale=options.scale, window=options.window
-        )
+        found: jax.Array = attend_p.bind(*vary_together(operands), scale=options.scale, window=options.window)
         return found
 
     if options.sharding is None:
