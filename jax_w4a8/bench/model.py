@@ -27,6 +27,7 @@ from jax_w4a8.models.layers import Linear, QuantizedOptions
 from jax_w4a8.models.loading import build_decoder
 from jax_w4a8.models.mlp import MoE
 from jax_w4a8.models.plan import DecoderPlan
+from jax_w4a8.models.sampling import likeliest
 
 #: Beside weights and cache: JAX, compiled programs, scratch, the buffer that bandwidth is read from.
 _OVERHEAD_BYTES = 3 << 30
@@ -121,7 +122,7 @@ class _Programs:
 def _likeliest(model: Decoder, hidden: jax.Array) -> jax.Array:
     logits = model.logits(hidden)
     with jax.named_scope("sampling"):
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return likeliest(logits)
 
 
 class ModelRun:
@@ -242,9 +243,14 @@ class ModelResult:
 def measure(
     models: Sequence[Timed], case: ModelCase, must_read: float, limits: Limits, repetitions: int
 ) -> list[ModelResult]:
-    """Prefill and decode of every model, taking turns with each other and with the bandwidth."""
+    """Prefill and decode of every model, taking turns with each other and with the bandwidth.
+
+    A first prefill, of which memory is new and files are read, isn't counted.
+    """
     threads = ffi.num_threads()
     tokens = np.random.default_rng(0).integers(0, 1000, case.prompt_tokens).astype(np.int32)
+    for one in models:
+        one.prefill(tokens)
     prefills = [
         statistics.median(column)
         for column in zip(*([one.prefill(tokens) for one in models] for _ in range(repetitions)), strict=True)

@@ -89,17 +89,28 @@ static void PackQueries(const AttendArgs& args) {
   }
 }
 
+// Asks for floats that will be read soon, in the order in which they lie.
+template <class V>
+static inline void PrefetchFloats(const float* x, int64_t n) {
+  for (int64_t i = 0; i < n; i += kBlockChannels) {
+    V::Prefetch(reinterpret_cast<const uint8_t*>(x + i));
+  }
+}
+
 // Keys of a segment's slots: [step, input, slot of the step]. In the cache an input's slots lie
-// together: long reads, and few of them a multiple of 4096 bytes apart at once.
+// together: reads are long, and few of them a multiple of 4096 bytes apart at once.
 template <class V>
 static void PackKeys(const AttendArgs& args, int64_t begin, int64_t end) {
+  constexpr int64_t kAhead = 4;
   for (int64_t i = 0; i < args.dim; ++i) {
     const float* from = args.keys + i * args.slots;
+    if (i + kAhead < args.dim) PrefetchFloats<V>(from + kAhead * args.slots + begin, end - begin);
     for (int64_t slot = begin; slot < end; slot += kAttendStep) {
       float* to = args.packed_keys + (slot - begin) * args.dim + i * kAttendStep;
       JAX_W4A8_UNROLL
-      for (int j = 0; j < kAttendStep; j += kBlockChannels)
+      for (int j = 0; j < kAttendStep; j += kBlockChannels) {
         V::Store(to + j, V::Load(from + slot + j));
+      }
     }
   }
 }
@@ -230,6 +241,8 @@ template <class V>
 static void AttendStep(const AttendArgs& args, int64_t slot, const float* keys) {
   constexpr int kRows = kAttendRows<V>, kVectors = kAttendVectors<V>;
   const int64_t rows = (args.token_end - args.token_begin) * args.group;
+  const float* values = args.values + slot * args.width;
+  PrefetchFloats<V>(values, kAttendStep * args.width);
   for (int64_t tile = 0; tile < rows; tile += kRows) {
     if (!TileSees<V>(args, rows, tile, slot)) continue;
     float* scores = args.scores + tile * kAttendStep;
@@ -242,7 +255,6 @@ static void AttendStep(const AttendArgs& args, int64_t slot, const float* keys) 
                          RowOf(args.part, tile + row, args.width));
     }
   }
-  const float* values = args.values + slot * args.width;
   for (int64_t tile = 0; tile < rows; tile += kRows) {
     if (!TileSees<V>(args, rows, tile, slot)) continue;
     const float* weights = args.scores + tile * kAttendStep;
