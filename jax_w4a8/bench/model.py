@@ -15,6 +15,7 @@ from flax import nnx
 
 from jax_w4a8 import ffi
 from jax_w4a8.bench.machine import Limits, available_bytes
+from jax_w4a8.bench.measure import REST_SECONDS
 from jax_w4a8.bench.model_configs import find_config
 from jax_w4a8.bench.random_model import random_plan
 from jax_w4a8.bench.trace import PARTS, Breakdown, breakdown
@@ -251,9 +252,14 @@ def measure(
     tokens = np.random.default_rng(0).integers(0, 1000, case.prompt_tokens).astype(np.int32)
     for one in models:
         one.prefill(tokens)
+
+    def prefill(one: Timed) -> float:
+        time.sleep(REST_SECONDS)
+        return one.prefill(tokens)
+
     prefills = [
         statistics.median(column)
-        for column in zip(*([one.prefill(tokens) for one in models] for _ in range(repetitions)), strict=True)
+        for column in zip(*([prefill(one) for one in models] for _ in range(repetitions)), strict=True)
     ]
     steps: list[list[float]] = [[] for _ in models]
     shares: list[list[float]] = [[] for _ in models]
@@ -261,6 +267,7 @@ def measure(
     for first in range(0, case.decode_tokens, _STEPS_BETWEEN_LIMITS):
         count = min(_STEPS_BETWEEN_LIMITS, case.decode_tokens - first)
         for one, own_steps, own_shares in zip(models, steps, shares, strict=True):
+            time.sleep(REST_SECONDS)
             bandwidths.append(limits.bandwidth(threads))
             taken = [one.step(token) for token in range(first, first + count)]
             own_steps += taken

@@ -76,7 +76,7 @@ class RotaryConfig:
         frequencies = self._dynamic(span.ends) if self.kind == "dynamic" else self.frequencies()[None]
         angles = span.positions.astype(jnp.float32)[..., None] * frequencies[:, None]
 
-        # A loop, because its results are stored. Else XLA computes cosines anew for every head that they turn.
+        # A loop's results are stored; else XLA computes cosines anew for every head that they turn.
         def one(is_cosine: jax.Array) -> jax.Array:
             return jnp.where(is_cosine, evenly(jnp.cos, angles), evenly(jnp.sin, angles))
 
