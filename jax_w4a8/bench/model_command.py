@@ -94,6 +94,7 @@ def _measured(
     )
     return {
         "model": dataclasses.asdict(run.case),
+        "instruction_set": ffi.instruction_set(),
         "weight_bytes": run.weight_bytes,
         "build_seconds": run.build_seconds,
         "compile_seconds": run.compile_seconds,
