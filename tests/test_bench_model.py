@@ -275,7 +275,7 @@ def test_the_best_instruction_set_is_named_once():
     best = command.ffi.instruction_set()
     for words in ("", "--instruction-set best", f"--instruction-set {best} best"):
         assert command._instruction_sets(parser.parse_args(words.split())) == [best]
-    assert command._instruction_sets(parser.parse_args("--instruction-set portable best".split())) == [
+    assert command._instruction_sets(parser.parse_args(["--instruction-set", "portable", "best"])) == [
         "portable",
         best,
     ]

@@ -71,9 +71,10 @@ class PairCache:
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         """As :func:`jax_w4a8.models.attend.attend`, over the cache with the span's tokens in it."""
+        keys, values = cache
         if not self.native:
-            return attend(queries, *cache, span, scale=scale, window=window, sinks=sinks)
+            return attend(queries, keys, values, span, scale=scale, window=window, sinks=sinks)
         sharding = self.options.linear_sharding
         return attend_native(
-            queries, *cache, span, scale=scale, window=window, sinks=sinks, sharding=sharding
+            queries, keys, values, span, scale=scale, window=window, sinks=sinks, sharding=sharding
         )
