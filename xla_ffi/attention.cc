@@ -12,7 +12,7 @@ namespace {
 // Rows that meet a segment's keys while these are in a cache.
 constexpr int64_t kChunkRows = 256;
 // Chunks of at most so many rows are split by segments too where there are few of them.
-constexpr int64_t kMostSplitRows = 64;
+constexpr int64_t kMostSplitRows = 128;
 constexpr float kLog2E = 0x1.715476p+0f;
 
 // Some tokens of a row of the batch, and one key and value head.
