@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from runs import RUNS
+from targets import OURS, target_table
 
 #: What stands before the first table is written by hand.
 MARK = "<!-- tables: written by record.py -->"
-OURS = "cpu_int4"
 
 
 def write_page(page: Path, results: Path) -> None:
@@ -20,6 +20,10 @@ def write_page(page: Path, results: Path) -> None:
         name: json.loads(path.read_text()) for name in RUNS if (path := results / f"{name}.json").exists()
     }
     sections = [_section(name, record, results) for name, record in records.items()]
+    header, rows = target_table(records)
+    if rows:
+        lines = ["## Targets", "", "By our instruction set; shares and ratios of one run each.", ""]
+        sections.insert(0, "\n".join([*lines, *_table(header, rows, 1)]))
     head = page.read_text().split(MARK)[0]
     page.write_text("\n\n".join([head + MARK, *sections]) + "\n")
 

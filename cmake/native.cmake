@@ -70,6 +70,7 @@ elseif(TARGET_DEFINITIONS MATCHES AARCH64)
 endif()
 
 add_library(runtime OBJECT
+            ${NATIVE_SOURCES}/attention.cc
             ${NATIVE_SOURCES}/kernels/cpu_arm.cc ${NATIVE_SOURCES}/kernels/cpu_x86.cc
             ${NATIVE_SOURCES}/kernels/dispatch.cc ${NATIVE_SOURCES}/matmul.cc ${NATIVE_SOURCES}/moe.cc
             ${NATIVE_SOURCES}/pack.cc ${NATIVE_SOURCES}/parallel.cc ${NATIVE_SOURCES}/probes.cc

@@ -40,7 +40,7 @@ DISABLE_JAX_EXPORT_CHECKS: list[jax.export.DisabledSafetyCheck] = []
 
 _TARGETS: dict[str, str] = {
     operation: f"jax_w4a8_{operation}_v{LAYOUT_VERSION}"
-    for operation in ("fused_experts", "apply_experts", "combine", "linear", "grouped_linear")
+    for operation in ("fused_experts", "apply_experts", "combine", "linear", "grouped_linear", "attend")
 }
 
 

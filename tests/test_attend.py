@@ -9,14 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_w4a8 import invariance
+from jax_w4a8 import ffi, invariance, native_available
 from jax_w4a8.models.attend import attend, cache_slots
 from jax_w4a8.models.cache import store
 from jax_w4a8.models.layers import RMSNorm, matmul_float
+from jax_w4a8.models.native_attend import attend_native
 from jax_w4a8.models.span import Span
 
-HEADS, KV_HEADS, DIM, WIDTH = 4, 2, 16, 24
+HEADS, KV_HEADS, DIM, WIDTH = 6, 2, 24, 48
 SCALE = 0.25
+NATIVE = pytest.mark.skipif(not native_available(), reason="needs the native extension")
+both = pytest.mark.parametrize("kind", ["xla", pytest.param("native", marks=NATIVE)])
 
 
 def span_of(starts, lengths, tokens):
@@ -27,9 +30,13 @@ def random(seed, *shape):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-@functools.partial(jax.jit, static_argnames="window")
-def run(queries, keys, values, span, sinks=None, window=None):
-    return attend(queries, keys, values, span, scale=SCALE, window=window, sinks=sinks)
+@functools.partial(jax.jit, static_argnames=("kind", "window"))
+def run(kind, queries, keys, values, span, sinks=None, window=None):
+    """Keys and values as XLA's attention takes them; the native one has them turned."""
+    if kind == "xla":
+        return attend(queries, keys, values, span, scale=SCALE, window=window, sinks=sinks)
+    turned = keys.swapaxes(2, 3), values.swapaxes(2, 3)
+    return attend_native(queries, *turned, span, scale=SCALE, window=window, sinks=sinks)
 
 
 def textbook(queries, keys, values, span, sinks=None, window=None, xp=np):
@@ -57,42 +64,58 @@ def case(starts, tokens, slots, seed=0):
     return arrays, span_of(starts, [tokens] * batch, tokens)
 
 
+@both
 @pytest.mark.parametrize("window", [None, 1, 5, 200])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_attention_is_the_textbooks(window, with_sinks):
-    for starts, tokens, slots in (([0, 0], 20, 128), ([3, 290], 9, 384), ([127, 128], 1, 256)):
+def test_attention_is_the_textbooks(kind, window, with_sinks):
+    for starts, tokens, slots in (([0, 0], 20, 128), ([3, 290], 9, 384), ([127, 700], 1, 768)):
         arrays, span = case(starts, tokens, slots)
         sinks = random(9, HEADS) * 3 if with_sinks else None
-        made = run(*arrays, span, sinks, window=window)
+        made = run(kind, *arrays, span, sinks, window=window)
         np.testing.assert_allclose(made, textbook(*arrays, span, sinks, window), atol=2e-5)
 
 
-def test_huge_scores_neither_overflow_nor_vanish():
+@both
+def test_huge_scores_neither_overflow_nor_vanish(kind):
     (queries, keys, values), span = case([130], 4, 256)
     for factor in (1e4, 1e-30):
-        made = run(queries * np.float32(factor), keys, values, span)
+        made = run(kind, queries * np.float32(factor), keys, values, span)
         expected = textbook(queries.astype(np.float64) * factor, keys.astype(np.float64), values, span)
         assert np.isfinite(made).all()
         # Scores of 1e4 carry rounding errors of 1e-3 each.
         np.testing.assert_allclose(made, expected, atol=2e-2 if factor > 1 else 2e-5)
 
 
-def test_slots_that_nobody_sees_may_hold_anything_finite():
+@both
+def test_slots_that_nobody_sees_may_hold_anything_finite(kind):
     (queries, keys, values), span = case([140, 7], 3, 384)
-    clean = np.asarray(run(queries, keys, values, span))
+    clean = np.asarray(run(kind, queries, keys, values, span))
     for row, end in enumerate((143, 10)):
         keys[row, :, end:] = 3e38
         values[row, :, :, end:] = -3e38
-    assert np.array_equal(run(queries, keys, values, span), clean)
+    assert np.array_equal(run(kind, queries, keys, values, span), clean)
 
 
-def test_padding_that_sees_nothing_is_finite():
+@both
+def test_padding_that_sees_nothing_is_finite(kind):
     (queries, keys, values), _ = case([0], 200, 256)
     span = span_of([0], [5], 200)
-    assert np.isfinite(run(queries, keys, values, span, window=4)).all()
+    assert np.isfinite(run(kind, queries, keys, values, span, window=4)).all()
 
 
-def test_gradients_are_the_textbooks():
+@both
+def test_a_token_that_is_not_finite_keeps_it_to_itself(kind):
+    (queries, keys, values), span = case([100, 0], 40, 256)
+    clean = np.asarray(run(kind, queries, keys, values, span))
+    queries[0, 7, 3, 5] = np.nan
+    made = np.array(run(kind, queries, keys, values, span))
+    assert np.isnan(made[0, 7, 3]).all()
+    made[0, 7, 3] = clean[0, 7, 3]
+    assert np.array_equal(made, clean)
+
+
+@both
+def test_gradients_are_the_textbooks(kind):
     arrays, span = case([0, 0], 130, 256)
     weight = random(5, 2, 130, HEADS, WIDTH)
     sinks = random(6, HEADS)
@@ -100,7 +123,9 @@ def test_gradients_are_the_textbooks():
     def loss(function, *arguments):
         return (function(*arguments[:3], span, arguments[3]) * weight).sum()
 
-    made = jax.grad(functools.partial(loss, run), argnums=(0, 1, 2, 3))(*arrays, sinks)
+    made = jax.grad(functools.partial(loss, functools.partial(run, kind)), argnums=(0, 1, 2, 3))(
+        *arrays, sinks
+    )
     expected = jax.grad(functools.partial(loss, functools.partial(textbook, xp=jnp)), argnums=(0, 1, 2, 3))(
         *map(jnp.asarray, arrays), jnp.asarray(sinks)
     )
@@ -108,23 +133,63 @@ def test_gradients_are_the_textbooks():
         np.testing.assert_allclose(one, other, atol=2e-4 * float(jnp.abs(other).max()))
 
 
+@both
 @pytest.mark.parametrize("window", [None, 40])
-def test_bits_depend_on_the_row_alone(window):
-    starts = [0, 129, 60]
-    (queries, keys, values), span = case(starts, 33, 384)
-    whole = np.asarray(run(queries, keys, values, span, window=window))
+def test_bits_depend_on_the_row_alone(kind, window):
+    """Sizes at which the native kernel splits a chunk of tokens by segments, or doesn't."""
+    attention = functools.partial(run, kind, window=window)
+    starts, tokens = [0, 529, 60], 33
+    (queries, keys, values), span = case(starts, tokens, 640)
+    whole = np.asarray(attention(queries, keys, values, span))
     for row, start in enumerate(starts):
         one = slice(row, row + 1)
-        alone = run(queries[one], keys[one], values[one], span_of([start], [33], 33), window=window)
+        alone = attention(queries[one], keys[one], values[one], span_of([start], [tokens], tokens))
         assert np.array_equal(alone[0], whole[row])
-        few = keys[one, :, :256], values[one, ..., :256]  # another cache size
-        assert np.array_equal(
-            run(queries[one], *few, span_of([start], [33], 33), window=window)[0], whole[row]
-        )
+        if start + tokens <= 256:
+            few = keys[one, :, :256], values[one, ..., :256]  # another cache size
+            made = attention(queries[one], *few, span_of([start], [tokens], tokens))
+            assert np.array_equal(made[0], whole[row])
         for offset in (0, 17, 32):  # one token per call
             token = span_of([start + offset], [1], 1)
-            made = run(queries[one, offset : offset + 1], keys[one], values[one], token, window=window)
+            made = attention(queries[one, offset : offset + 1], keys[one], values[one], token)
             assert np.array_equal(made[0, 0], whole[row, offset])
+
+
+@NATIVE
+def test_bits_depend_neither_on_threads_nor_on_the_instruction_set():
+    for tokens in (1, 200):
+        arrays, span = case([900 - tokens, 300], tokens, 1024)
+        expected = np.asarray(run("native", *arrays, span))
+        for name in ffi.instruction_sets():
+            with ffi.using_instruction_set(name), ffi.thread_limit(1):
+                assert np.array_equal(run("native", *arrays, span), expected), name
+
+
+@NATIVE
+def test_padding_gets_zeros_and_costs_nobody_anything():
+    arrays, _ = case([10, 200], 9, 256)
+    made = np.array(run("native", *arrays, span_of([10, 200], [9, 4], 9)))
+    whole = np.asarray(run("native", *arrays, span_of([10, 200], [9, 9], 9)))
+    assert not made[1, 4:].any()
+    made[1, 4:] = whole[1, 4:]
+    assert np.array_equal(made, whole)
+
+
+@NATIVE
+@pytest.mark.parametrize(("start", "length"), [(-1, 2), (0, 3), (127, 2)])
+def test_spans_outside_the_cache_are_errors(start, length):
+    arrays, _ = case([0], 2, 128)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"row 0 has {length} of 2 tokens from position"):
+        jax.block_until_ready(run("native", *arrays, span_of([start], [length], 2)))
+
+
+@NATIVE
+def test_mapped_attention_is_that_of_a_larger_batch():
+    (queries, keys, values), span = case([5, 100, 3, 60], 7, 128)
+    whole = run("native", queries, keys, values, span)
+    pairs = [a.reshape(2, 2, *a.shape[1:]) for a in (queries, keys, values, span.starts, span.lengths)]
+    made = jax.vmap(lambda q, k, v, s, n: run("native", q, k, v, Span(s, n, 7)))(*pairs)
+    assert np.array_equal(made.reshape(whole.shape), whole)
 
 
 def test_a_span_says_who_sees_what():

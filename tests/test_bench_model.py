@@ -220,6 +220,39 @@ def test_page_is_written_from_records(tmp_path, monkeypatch, tiny_record):
     assert "| experts |" in text
 
 
+def test_targets_stand_beside_what_was_recorded(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import targets
+
+    def row(implementation, variant, tokens, milliseconds, **more):
+        shares = {"share_of_peak": 0.5, "share_of_bandwidth": 0.91, "share_of_bound": 0.91}
+        case = {"tokens": tokens, "milliseconds": milliseconds, "routing": "uniform", "threads": 2}
+        return {"implementation": implementation, "variant": variant, **case, **shares, **more}
+
+    def ours(tokens, milliseconds, **more):
+        return row("cpu_int4", "avx512_vnni", tokens, milliseconds, **more)
+
+    llama = [row("llama.cpp", kind, 1024, time) for kind, time in (("Q4_0 repacked", 60), ("Q4_K", 30))]
+    rates = ({"decode_rate": 30, "prefill_rate": 300}, {"decode_rate": 20, "prefill_rate": 150})
+    records = {
+        "qwen3-g128": {"results": [ours(1, 1), ours(1024, 10), ours(1024, 12, routing="one")]},
+        "peer-llamacpp": {"results": [ours(1024, 10), row("cpu_int4", "amx_int8", 1024, 5), *llama]},
+        "model-llamacpp": {"results": rates, "instruction_set": "amx_int8"},
+    }
+    header, rows = targets.target_table(records)
+    assert header == ["case", "target", "avx512_vnni", "amx_int8"]
+    assert rows == [
+        ["of peak, g 128, T=1024", "85%", "50%", ""],
+        ["of bandwidth, qwen3-g128, T=1", "90%", "91%", ""],
+        ["all tokens on one expert over uniform, T=1024", "at most 1.10x", "1.20x", ""],
+        ["against llama.cpp Q4_0 repacked, T=1024", "5.00x", "6.00x", "12.00x"],
+        ["against llama.cpp Q4_K, T=1024", "2.30x", "3.00x", "6.00x"],
+        ["whole model against llama.cpp, decode", "1.20x", "", "1.50x"],
+        ["whole model against llama.cpp, prefill", "3.00x", "", "2.00x"],
+    ]
+    assert targets.target_table({}) == (["case", "target"], [])
+
+
 def test_recorded_runs_are_commands_that_exist():
     import sys
 
@@ -234,3 +267,15 @@ def test_recorded_runs_are_commands_that_exist():
         arguments = parser.parse_args(run.arguments.split())
         assert set(arguments.shape or []) <= set(shapes.SHAPES), name
         assert set(arguments.peer) <= set(command.PEERS), name
+
+
+def test_the_best_instruction_set_is_named_once():
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    best = command.ffi.instruction_set()
+    for words in ("", "--instruction-set best", f"--instruction-set {best} best"):
+        assert command._instruction_sets(parser.parse_args(words.split())) == [best]
+    assert command._instruction_sets(parser.parse_args(["--instruction-set", "portable", "best"])) == [
+        "portable",
+        best,
+    ]

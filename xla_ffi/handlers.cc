@@ -11,6 +11,7 @@
 #include <string>
 #include <utility>
 
+#include "attention.h"
 #include "float_env.h"
 #include "kernels/kernels.h"
 #include "layout.h"
@@ -354,6 +355,77 @@ Error GroupedLinear(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer ids, AnyBuffer 
   });
 }
 
+Error CheckSpans(const AttendCall& call) {
+  for (int64_t row = 0; row < call.batch; ++row) {
+    const int64_t start = call.starts[row], length = call.lengths[row];
+    if (start >= 0 && length >= 0 && length <= call.tokens && start + length <= call.slots)
+      continue;
+    return Error::InvalidArgument("row " + std::to_string(row) + " has " + std::to_string(length) +
+                                  " of " + std::to_string(call.tokens) + " tokens from position " +
+                                  std::to_string(start) + ", and the cache has " +
+                                  std::to_string(call.slots) + " slots");
+  }
+  return Error::Success();
+}
+
+Error Attend(ffi::ThreadPool pool, AnyBuffer queries, AnyBuffer keys, AnyBuffer values,
+             AnyBuffer starts, AnyBuffer lengths, AnyBuffer sinks, float scale, int32_t window,
+             ffi::Result<AnyBuffer> out) {
+  for (const auto& [name, buffer] : {std::pair("queries", &queries), std::pair("keys", &keys),
+                                     std::pair("values", &values), std::pair("sinks", &sinks)}) {
+    JAX_W4A8_RETURN_IF_ERROR(CheckDType(name, *buffer, ffi::DataType::F32, "float32"));
+  }
+  constexpr int64_t kAny = kAnySize;
+  JAX_W4A8_RETURN_IF_ERROR(CheckShape("queries", queries, {kAny, kAny, kAny, kAny}));
+  const auto query_dims = queries.dimensions();
+  AttendCall call = {};
+  call.batch = query_dims[0];
+  call.tokens = query_dims[1];
+  call.heads = query_dims[2];
+  call.dim = query_dims[3];
+  JAX_W4A8_RETURN_IF_ERROR(CheckShape("keys", keys, {call.batch, kAny, call.dim, kAny}));
+  call.kv_heads = keys.dimensions()[1];
+  call.slots = keys.dimensions()[3];
+  JAX_W4A8_RETURN_IF_ERROR(
+      CheckShape("values", values, {call.batch, call.kv_heads, call.slots, kAny}));
+  call.width = values.dimensions()[3];
+  JAX_W4A8_RETURN_IF_ERROR(
+      CheckShape("out", *out, {call.batch, call.tokens, call.heads, call.width}));
+  JAX_W4A8_RETURN_IF_ERROR(CheckDType("out", *out, ffi::DataType::F32, "float32"));
+  for (const auto& [name, buffer] :
+       {std::pair("starts", &starts), std::pair("lengths", &lengths)}) {
+    JAX_W4A8_RETURN_IF_ERROR(CheckDType(name, *buffer, ffi::DataType::S32, "int32"));
+    JAX_W4A8_RETURN_IF_ERROR(CheckShape(name, *buffer, {call.batch}));
+  }
+  if (sinks.element_count() > 0) {
+    JAX_W4A8_RETURN_IF_ERROR(CheckShape("sinks", sinks, {call.heads}));
+    call.sinks = static_cast<const float*>(sinks.untyped_data());
+  }
+  if (call.kv_heads < 1 || call.heads % call.kv_heads || call.slots % kAttendStep ||
+      call.width % kBlockChannels || window < 0) {
+    return Error::InvalidArgument("attention can't be over keys " + ShapeText(keys) +
+                                  " and values " + ShapeText(values) + " by queries " +
+                                  ShapeText(queries));
+  }
+  call.queries = static_cast<const float*>(queries.untyped_data());
+  call.keys = static_cast<const float*>(keys.untyped_data());
+  call.values = static_cast<const float*>(values.untyped_data());
+  call.starts = static_cast<const int32_t*>(starts.untyped_data());
+  call.lengths = static_cast<const int32_t*>(lengths.untyped_data());
+  call.scale = scale;
+  call.window = window;
+  call.out = static_cast<float*>(out->untyped_data());
+  JAX_W4A8_RETURN_IF_ERROR(CheckSpans(call));
+  int64_t work = 0;
+  for (int64_t row = 0; row < call.batch; ++row) {
+    const int64_t seen = call.starts[row] + call.lengths[row];
+    work += call.lengths[row] * call.heads * seen * (call.dim + call.width);
+  }
+  return WithTeam(pool, work, [&](Team& team) {
+    return RunAttend(call, ActiveKernels(), team) ? Error::Success() : OutOfMemory();
+  });
+}
+
 // Operands and attributes that both expert calls share.
 auto ExpertsBinding() {
   return ffi::Ffi::Bind()
@@ -411,3 +483,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxW4A8GroupedLinear, jax_w4a8::GroupedLinear,
                                   .Arg<xla::ffi::AnyBuffer>()  // bias
                                   .Attr<bool>("symmetric")
                                   .Ret<xla::ffi::AnyBuffer>());  // y
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxW4A8Attend, jax_w4a8::Attend,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()  // queries
+                                  .Arg<xla::ffi::AnyBuffer>()  // keys
+                                  .Arg<xla::ffi::AnyBuffer>()  // values
+                                  .Arg<xla::ffi::AnyBuffer>()  // starts
+                                  .Arg<xla::ffi::AnyBuffer>()  // lengths
+                                  .Arg<xla::ffi::AnyBuffer>()  // sinks; none if empty
+                                  .Attr<float>("scale")
+                                  .Attr<int32_t>("window")
+                                  .Ret<xla::ffi::AnyBuffer>());  // out

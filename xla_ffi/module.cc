@@ -32,6 +32,7 @@ nb::dict Registrations() {
   handlers["combine"] = Encapsulate(JaxW4A8Combine);
   handlers["linear"] = Encapsulate(JaxW4A8Linear);
   handlers["grouped_linear"] = Encapsulate(JaxW4A8GroupedLinear);
+  handlers["attend"] = Encapsulate(JaxW4A8Attend);
   return handlers;
 }
 

@@ -31,6 +31,7 @@ _HEADER = (
     f"  {'implementation':<26} {'T':>5} {'routing':>8} {'ms':>9} {'GMAC/s':>7} {'of peak':>7} "
     f"{'GB/s':>7} {'of bw':>6}  {'bound':>7} {'share':>5}"
 )
+_BEST = "best"
 #: What a run needs beside the weights: the buffer that bandwidth is read from, scratch, JAX itself.
 _OVERHEAD_BYTES = 3 << 30
 #: Layers that few tokens take in turn.
@@ -59,7 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--repetitions", type=int, default=7)
     what.add_argument("--threads", type=int, nargs="+", help="at most so many of XLA's pool; default: all")
     what.add_argument(
-        "--instruction-set", nargs="+", metavar="NAME", help="those to run with; default: the best one"
+        "--instruction-set",
+        nargs="+",
+        metavar="NAME",
+        default=[_BEST],
+        help=f"those to run with, of {', '.join(ffi.instruction_sets())}, or '{_BEST}', the default",
     )
     whole = parser.add_argument_group("a whole model instead of layers")
     whole.add_argument("--model", metavar="NAME", help="such as qwen3-30b-a3b, with random weights")
@@ -128,8 +133,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_model(args: argparse.Namespace) -> int:
     from jax_w4a8.bench.model_command import run_model  # needs what models need
 
-    if args.instruction_set:
-        ffi.set_instruction_set(args.instruction_set[0])
+    ffi.set_instruction_set(_instruction_sets(args)[0])
     if args.plot or args.baseline:
         raise ValueError("--plot and --baseline are for layers, not for --model")
     found = run_model(args, find_peers(args.peer), Limits)
@@ -160,11 +164,16 @@ def _works(args: argparse.Namespace) -> Iterator[Work]:
 
 
 def _natives(args: argparse.Namespace) -> list[Native]:
-    names = args.instruction_set or [ffi.instruction_set()]
+    return [Native(name) for name in _instruction_sets(args)]
+
+
+def _instruction_sets(args: argparse.Namespace) -> list[str]:
+    """Each once; "best" is the one in use, which is the best one unless a lower one was forced."""
+    names = [ffi.instruction_set() or "" if name == _BEST else name for name in args.instruction_set]
     for name in names:
         with ffi.using_instruction_set(name):  # refuses what this machine can't run
             pass
-    return [Native(name) for name in names]
+    return list(dict.fromkeys(names))
 
 
 def _layer_count(work: Work, asked: int) -> int:

@@ -18,8 +18,8 @@ from jax_w4a8.bench.work import Array, Round, Work, cosine, round_of
 #: Tokens up to which a call is so short that a repetition takes several.
 FEW_TOKENS = 16
 _ROUNDS_OF_FEW = 3
-#: A peer's threads go on spinning for some time after its call.
-_REST_SECONDS = 0.02
+#: A peer's threads go on spinning for some time after its call: what follows is timed after a rest.
+REST_SECONDS = 0.02
 #: Least cosine with our output of an implementation that does the same work; INT8 activations cost 0.0002.
 _LEAST_COSINE = 0.99
 
@@ -131,7 +131,7 @@ class Bench:
     def _sample(self, one: Loaded, inputs: Round) -> _Sample:
         inputs = round_of(inputs, range(one.num_layers))
         run = one.prepare(inputs)
-        time.sleep(_REST_SECONDS)
+        time.sleep(REST_SECONDS)
         bandwidth = self._limits.bandwidth(self._threads)
         start = time.perf_counter()
         run()

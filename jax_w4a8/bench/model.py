@@ -15,6 +15,7 @@ from flax import nnx
 
 from jax_w4a8 import ffi
 from jax_w4a8.bench.machine import Limits, available_bytes
+from jax_w4a8.bench.measure import REST_SECONDS
 from jax_w4a8.bench.model_configs import find_config
 from jax_w4a8.bench.random_model import random_plan
 from jax_w4a8.bench.trace import PARTS, Breakdown, breakdown
@@ -27,6 +28,7 @@ from jax_w4a8.models.layers import Linear, QuantizedOptions
 from jax_w4a8.models.loading import build_decoder
 from jax_w4a8.models.mlp import MoE
 from jax_w4a8.models.plan import DecoderPlan
+from jax_w4a8.models.sampling import likeliest
 
 #: Beside weights and cache: JAX, compiled programs, scratch, the buffer that bandwidth is read from.
 _OVERHEAD_BYTES = 3 << 30
@@ -121,7 +123,7 @@ class _Programs:
 def _likeliest(model: Decoder, hidden: jax.Array) -> jax.Array:
     logits = model.logits(hidden)
     with jax.named_scope("sampling"):
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return likeliest(logits)
 
 
 class ModelRun:
@@ -242,12 +244,22 @@ class ModelResult:
 def measure(
     models: Sequence[Timed], case: ModelCase, must_read: float, limits: Limits, repetitions: int
 ) -> list[ModelResult]:
-    """Prefill and decode of every model, taking turns with each other and with the bandwidth."""
+    """Prefill and decode of every model, taking turns with each other and with the bandwidth.
+
+    A first prefill, of which memory is new and files are read, isn't counted.
+    """
     threads = ffi.num_threads()
     tokens = np.random.default_rng(0).integers(0, 1000, case.prompt_tokens).astype(np.int32)
+    for one in models:
+        one.prefill(tokens)
+
+    def prefill(one: Timed) -> float:
+        time.sleep(REST_SECONDS)
+        return one.prefill(tokens)
+
     prefills = [
         statistics.median(column)
-        for column in zip(*([one.prefill(tokens) for one in models] for _ in range(repetitions)), strict=True)
+        for column in zip(*([prefill(one) for one in models] for _ in range(repetitions)), strict=True)
     ]
     steps: list[list[float]] = [[] for _ in models]
     shares: list[list[float]] = [[] for _ in models]
@@ -255,6 +267,7 @@ def measure(
     for first in range(0, case.decode_tokens, _STEPS_BETWEEN_LIMITS):
         count = min(_STEPS_BETWEEN_LIMITS, case.decode_tokens - first)
         for one, own_steps, own_shares in zip(models, steps, shares, strict=True):
+            time.sleep(REST_SECONDS)
             bandwidths.append(limits.bandwidth(threads))
             taken = [one.step(token) for token in range(first, first + count)]
             own_steps += taken

@@ -23,7 +23,12 @@ from jax_w4a8.bench.model import (
 )
 from jax_w4a8.bench.model_configs import find_config
 from jax_w4a8.bench.peers import LlamaCpp, Peer
-from jax_w4a8.bench.peers.llamacpp_model import LlamaCppModel, check_architecture, file_bytes
+from jax_w4a8.bench.peers.llamacpp_model import (
+    LlamaCppModel,
+    check_architecture,
+    file_bytes,
+    require_gguf,
+)
 
 HEADS = ("bfloat16", "w4a8")
 _COLUMNS = "  {:<24} {:>13} {:>13} {:>12} {:>12} {:>8}"
@@ -34,6 +39,7 @@ def run_model(args: argparse.Namespace, peers: Sequence[Peer], limits: type[Limi
 
     Raises:
       ValueError: an unknown model, more layers than it has, or a peer that doesn't run whole models.
+      ImportError: a peer needs another package for whole models.
       MemoryError: it doesn't fit; nothing has been allocated then.
       OSError: the disk has no room for a peer's file.
     """
@@ -67,6 +73,7 @@ def _whole_model_peers(peers: Sequence[Peer], fields: dict[str, Any]) -> list[Ll
         if not isinstance(peer, LlamaCpp):
             raise ValueError(f"peer must be 'llama.cpp' with --model, got {peer.name!r}")
         check_architecture(fields)
+        require_gguf()
         # Repacked Q4_0 decodes fastest, plain Q4_K takes prompts fastest.
         if (peer.kind, peer.repacked) in (("q4_0", True), ("q4_K", False)):
             found.append(peer)
@@ -94,6 +101,7 @@ def _measured(
     )
     return {
         "model": dataclasses.asdict(run.case),
+        "instruction_set": ffi.instruction_set(),
         "weight_bytes": run.weight_bytes,
         "build_seconds": run.build_seconds,
         "compile_seconds": run.compile_seconds,

@@ -35,7 +35,7 @@ def _options_attributes(options: ExpertOptions) -> dict[str, Any]:
     }
 
 
-def _define(
+def define_operation(
     operation: str,
     abstract_eval: Callable[..., Any],
     reference: Callable[..., jax.Array],
@@ -64,7 +64,7 @@ def _define(
     return primitive
 
 
-def _batch_by_tokens(primitive: Primitive, token_operands: int) -> None:
+def batch_by_tokens(primitive: Primitive, token_operands: int) -> None:
     """Registers the batching rule; the first ``token_operands`` operands have a leading token axis."""
 
     def rule(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
@@ -122,13 +122,13 @@ def _linear_shape(x: Any, *leaves: Any, structure: Any, activation_scheme: str) 
     return x.update(shape=(x.shape[0], weights.out_features))
 
 
-fused_experts_p = _define(
+fused_experts_p = define_operation(
     "fused_experts",
     lambda x, weights, ids, *leaves, structure, options: x.update(),
     _fused_reference,
     lambda structure, options: _options_attributes(options),
 )
-apply_experts_p = _define(
+apply_experts_p = define_operation(
     "apply_experts",
     lambda x, weights, ids, *leaves, structure, options: x.update(
         shape=(*ids.shape, x.shape[1]), dtype=jnp.dtype(jnp.float32)
@@ -136,7 +136,7 @@ apply_experts_p = _define(
     _apply_reference,
     lambda structure, options: _options_attributes(options),
 )
-combine_p = _define(
+combine_p = define_operation(
     "combine",
     lambda slots, weights, dtype: slots.update(
         shape=(slots.shape[0], slots.shape[2]), dtype=jnp.dtype(dtype)
@@ -144,23 +144,23 @@ combine_p = _define(
     lambda slots, weights, dtype: XLAExperts.combine(slots, weights, dtype),
     lambda dtype: {},
 )
-linear_p = _define(
+linear_p = define_operation(
     "linear",
     _linear_shape,
     _linear_reference,
     _linear_attributes,
 )
-grouped_linear_p = _define(
+grouped_linear_p = define_operation(
     "grouped_linear",
     lambda x, ids, *leaves, **parameters: _linear_shape(x, *leaves, **parameters),
     _grouped_linear_reference,
     _linear_attributes,
 )
-_batch_by_tokens(fused_experts_p, 3)
-_batch_by_tokens(apply_experts_p, 3)
-_batch_by_tokens(combine_p, 2)
-_batch_by_tokens(linear_p, 1)
-_batch_by_tokens(grouped_linear_p, 2)
+batch_by_tokens(fused_experts_p, 3)
+batch_by_tokens(apply_experts_p, 3)
+batch_by_tokens(combine_p, 2)
+batch_by_tokens(linear_p, 1)
+batch_by_tokens(grouped_linear_p, 2)
 
 
 class CPUExpertsInt4(Backend):

@@ -6,28 +6,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_w4a8.models.attend import attend, cache_slots
-from jax_w4a8.models.cache import LayerCache, store
+from jax_w4a8.models.cache import LayerCache
 from jax_w4a8.models.config import AttentionConfig
 from jax_w4a8.models.layers import Linear, RMSNorm
+from jax_w4a8.models.pair_cache import PairCache
 from jax_w4a8.models.span import Span
-
-
-def empty_pair(batch: int, heads: int, positions: int, key_dim: int, value_dim: int) -> LayerCache:
-    """Zeros for the keys ``[B, M, S, K]`` and the values ``[B, M, V, S]`` of up to ``positions`` tokens."""
-    slots = cache_slots(positions)
-    return (
-        jnp.zeros((batch, heads, slots, key_dim), jnp.float32),
-        jnp.zeros((batch, heads, value_dim, slots), jnp.float32),
-    )
-
-
-def store_pair(cache: LayerCache, keys: jax.Array, values: jax.Array, span: Span) -> LayerCache:
-    """The cache with a span's keys ``[B, T, M, K]`` and values ``[B, T, M, V]``."""
-    return (
-        store(cache[0], keys.transpose(0, 2, 1, 3), span, axis=2),
-        store(cache[1], values.transpose(0, 2, 3, 1), span, axis=3),
-    )
 
 
 class Attention(nnx.Module):
@@ -58,7 +41,7 @@ class Attention(nnx.Module):
 
         Args:
           x: float32 ``[B, T, H]``.
-          cache: keys float32 ``[B, M, S, D]`` and values float32 ``[B, M, D, S]`` of the tokens before.
+          cache: keys and values of the tokens before, as :attr:`pair` keeps them.
           span: which positions the tokens have.
 
         Returns:
@@ -66,15 +49,20 @@ class Attention(nnx.Module):
         """
         config = self.config
         queries, keys, values = self._project(x, span)
-        keys, values = store_pair(cache, keys, values, span)
+        cache = self.pair.store(cache, keys, values, span)
         sinks = None if self.sinks is None else self.sinks.get_value()
-        mixed = attend(queries, keys, values, span, scale=config.scale, window=config.window, sinks=sinks)
-        return self.output(mixed.reshape(*x.shape[:2], -1)), (keys, values)
+        mixed = self.pair.attend(queries, cache, span, scale=config.scale, window=config.window, sinks=sinks)
+        return self.output(mixed.reshape(*x.shape[:2], -1)), cache
 
     def empty_cache(self, batch: int, positions: int) -> LayerCache:
         """A cache for ``batch`` rows of up to ``positions`` tokens."""
+        return self.pair.empty(batch, positions)
+
+    @property
+    def pair(self) -> PairCache:
+        """How keys and values are kept."""
         config = self.config
-        return empty_pair(batch, config.num_kv_heads, positions, config.head_dim, config.head_dim)
+        return PairCache(config.num_kv_heads, config.head_dim, config.head_dim, self.output.options)
 
     def _project(self, x: jax.Array, span: Span) -> tuple[jax.Array, jax.Array, jax.Array]:
         config = self.config

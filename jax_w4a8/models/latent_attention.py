@@ -18,11 +18,10 @@ from flax import nnx
 
 from jax_w4a8.experts.xla import quantize_rows
 from jax_w4a8.invariance import barrier, matmul_transposed
-from jax_w4a8.models.attend import attend
-from jax_w4a8.models.attention import empty_pair, store_pair
 from jax_w4a8.models.cache import LayerCache
 from jax_w4a8.models.config import LatentAttentionConfig
 from jax_w4a8.models.layers import Linear, RMSNorm
+from jax_w4a8.models.pair_cache import PairCache
 from jax_w4a8.models.span import Span
 
 #: Of the norms of latent vectors, whatever the configuration says of other norms.
@@ -107,8 +106,8 @@ class LatentAttention(nnx.Module):
 
         Args:
           x: float32 ``[B, T, H]``.
-          cache: float32 ``[B, 1, S, rank + rope_dim]``, latent vectors and beside them the keys' parts with
-            positions, and ``[B, 1, rank, S]``, latent vectors again, turned as :func:`attend` takes values.
+          cache: as :attr:`pair` keeps them, for one head: latent vectors and beside them the keys' parts
+            with positions as keys, and latent vectors again as values.
           span: which positions the tokens have.
 
         Returns:
@@ -124,11 +123,16 @@ class LatentAttention(nnx.Module):
         latent, key = jnp.split(self.latent_down(x), [config.rank], axis=-1)
         latent = self.latent_up.quantize_input(self.latent_norm(latent))[:, :, None]
         key = config.rotary.rotate(key[:, :, None], table)
-        keys, values = store_pair(cache, jnp.concatenate([latent, key], axis=-1), latent, span)
-        mixed = self.latent_up.of_mixture(attend(queries, keys, values, span, scale=config.scale))
-        return self.output(mixed.reshape(*x.shape[:2], -1)), (keys, values)
+        cache = self.pair.store(cache, jnp.concatenate([latent, key], axis=-1), latent, span)
+        mixed = self.latent_up.of_mixture(self.pair.attend(queries, cache, span, scale=config.scale))
+        return self.output(mixed.reshape(*x.shape[:2], -1)), cache
 
     def empty_cache(self, batch: int, positions: int) -> LayerCache:
         """A cache for ``batch`` rows of up to ``positions`` tokens."""
+        return self.pair.empty(batch, positions)
+
+    @property
+    def pair(self) -> PairCache:
+        """How latent vectors are kept."""
         config = self.config
-        return empty_pair(batch, 1, positions, config.rank + config.rope_dim, config.rank)
+        return PairCache(1, config.rank + config.rope_dim, config.rank, self.output.options)

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_w4a8.invariance import barrier, evenly, rounded
 from jax_w4a8.models.span import Span
@@ -74,8 +75,13 @@ class RotaryConfig:
         """
         frequencies = self._dynamic(span.ends) if self.kind == "dynamic" else self.frequencies()[None]
         angles = span.positions.astype(jnp.float32)[..., None] * frequencies[:, None]
-        cosines, sines = evenly(jnp.cos, angles), evenly(jnp.sin, angles)
-        return cosines * self.attention_factor, sines * self.attention_factor
+
+        # A loop's results are stored; else XLA computes cosines anew for every head that they turn.
+        def one(is_cosine: jax.Array) -> jax.Array:
+            return jnp.where(is_cosine, evenly(jnp.cos, angles), evenly(jnp.sin, angles))
+
+        cosines, sines = lax.map(one, jnp.array([True, False])) * self.attention_factor
+        return cosines, sines
 
     def rotate(self, x: jax.Array, table: RotaryTable) -> jax.Array:
         """Turns float32 ``[B, T, heads, D]``.

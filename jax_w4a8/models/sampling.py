@@ -16,6 +16,23 @@ from jax import lax
 from jax_w4a8.invariance import evenly, ordered_sum, rounded
 
 _TINY = float(np.finfo(np.float32).tiny)
+#: Parts whose maxima are found side by side.
+_PARTS = 64
+
+
+def likeliest(logits: jax.Array) -> jax.Array:
+    """``jnp.argmax`` of float32 ``[B, V]`` as int32 ``[B]``: the lowest id among equals, the first NaN.
+
+    XLA's takes numbers one by one on one thread; maxima and minima of columns run in vectors.
+    """
+    size = logits.shape[-1]
+    padded = jnp.pad(logits, ((0, 0), (0, -size % _PARTS)), constant_values=-jnp.inf)
+    parts = padded.reshape(len(logits), _PARTS, -1)
+    highest = parts.max(axis=1).max(axis=-1)[:, None, None]
+    found = (parts == highest) | jnp.isnan(parts)
+    ids = lax.broadcasted_iota(jnp.int32, parts.shape, 1) * parts.shape[2]
+    ids += lax.broadcasted_iota(jnp.int32, parts.shape, 2)
+    return jnp.where(found, ids, size).min(axis=1).min(axis=-1)
 
 
 def _require_integer(name: str, value: object, smallest: int) -> None:
@@ -175,7 +192,7 @@ def choose(
     if rules.do_sample:
         token = _draw(rounded(logits * values.inverse_temperature), state, rules, values)
     else:
-        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        token = likeliest(logits)
     seen = state.seen
     if seen is not None:
         seen = seen.at[jnp.arange(len(token)), token].set(True)

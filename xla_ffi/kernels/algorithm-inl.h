@@ -716,8 +716,10 @@ static void ReadProbe(const uint8_t* data, int64_t bytes, int32_t* sink) {
   for (int i = 0; i < 4; ++i) *sink += V::Sum(sum[i]);
 }
 
+#include "kernels/attention-inl.h"
+
 template <class V>
 static constexpr Kernels MakeKernels(const char* name) {
   return {name,        &ToFloat<V>,   &QuantizeRow<V>, &Matmul<V>, &ArrangeTiles<V>,
-          &Combine<V>, &PeakProbe<V>, &ReadProbe<V>};
+          &Combine<V>, &PeakProbe<V>, &ReadProbe<V>,   &Attend<V>, &FinishAttention<V>};
 }

@@ -47,6 +47,43 @@ struct MatmulArgs {
   TileState* state;     // kMostRows of scratch; row_count must not be above that
 };
 
+// Slots of a cache that attention takes at once, and those after which what it found is merged with
+// what it found before; caches hold whole multiples of the first.
+constexpr int64_t kAttendStep = 64;
+constexpr int64_t kAttendSegment = 256;
+// Most rows of a tile of attention: scratch is counted in whole ones.
+constexpr int64_t kMostAttendRows = 8;
+// Floats of a row's state beside its mixture of values.
+constexpr int64_t kAttendRowExtra = 2 * kBlockChannels;
+
+// Attention of one row of the batch, of the tokens [token_begin, token_end) and the heads that one
+// key and value head serves. A state is [rows, width + kAttendRowExtra], rows by token, then head.
+struct AttendArgs {
+  const float* queries;  // of the first token and head
+  int64_t query_stride;  // elements between tokens
+  const float* keys;     // [dim, slots]
+  const float* values;   // [slots, width]; width is a multiple of 16
+  int64_t slots;
+  int64_t dim;
+  int64_t width;
+  int64_t group;  // heads
+  int64_t token_begin;
+  int64_t token_end;
+  int64_t start;   // position of token 0
+  int64_t window;  // positions that a token sees; 0 for all up to its own
+  float scale;     // makes scores logarithms to base 2
+  // Begins at a segment, and ends at one or behind the last slot that any of these tokens sees,
+  // rounded up to a step.
+  int64_t slot_begin;
+  int64_t slot_end;
+  float* state;           // what comes out
+  float* packed_queries;  // scratch: [rows, dim], rows in whole tiles
+  float* packed_keys;     // scratch: [kAttendSegment, dim]
+  float* scores;          // scratch: [rows, kAttendStep], rows in whole tiles
+  float* shrinkage;       // scratch: [rows], in whole tiles
+  float* part;            // scratch: a state of whole tiles
+};
+
 struct Kernels {
   const char* name;
 
@@ -76,6 +113,13 @@ struct Kernels {
 
   // Reads `bytes` (whole blocks of 256) once, as a product reads weights; for measuring bandwidth.
   void (*read_probe)(const uint8_t* data, int64_t bytes, int32_t* sink);
+
+  void (*attend)(const AttendArgs& args);
+
+  // One row's result, [width], of `count` states `stride` elements apart, in the order of their
+  // slots; the first one is used up. `sink` is a score without a value, or null.
+  void (*finish_attention)(float* states, int64_t count, int64_t stride, int64_t width,
+                           const float* sink, float* out);
 };
 
 // Tables compiled in and usable here, best first; the last one is always there.

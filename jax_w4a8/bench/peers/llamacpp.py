@@ -1,7 +1,8 @@
 """llama.cpp: one MoE layer as the graph that its models build, and a linear map, on ggml's CPU backend.
 
 Compiled by GCC 12 on a machine with AMX, llama.cpp stops at its first prompt with an illegal instruction.
-There, install it with ``CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON"``.
+There, install it with ``CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON
+-DGGML_BMI2=ON -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON"``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -99,6 +100,12 @@ def check_architecture(config: ModelFields) -> None:
     family = config["model_type"]
     if family not in _ARCHITECTURES:
         raise ValueError(f"peer llama.cpp runs whole models of {sorted(_ARCHITECTURES)}, got {family!r}")
+
+
+def require_gguf() -> None:
+    """Raises ImportError unless files of models can be written."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportError("peer llama.cpp needs gguf to run whole models: pip install gguf")
 
 
 def _tensors(config: ModelFields, kind: str) -> Iterator[tuple[str, tuple[int, ...], str]]:

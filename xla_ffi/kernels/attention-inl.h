@@ -1,0 +1,314 @@
+// Softmax attention of a run of tokens over one key and value head, over vectors V as in
+// algorithm-inl.h, which includes this file.
+//
+// Every score is one chain of fused multiply-adds over the head's width, every mixture one over the
+// slots of a segment in ascending order, and segments are merged in ascending order. What is
+// subtracted from scores (logarithms to base 2) is a whole number, so that rescaling is by powers
+// of two. So a row's bits depend neither on the rows beside it nor on how the work is split.
+
+template <class V>
+constexpr int kAttendRows = V::kTileRows >= 6 ? 8 : 4;
+template <class V>
+constexpr int kAttendVectors = V::kTileRows >= 6 ? 2 : 1;
+
+constexpr float kLowestScore = -0x1p100f;
+constexpr float kMaskedScore = -0x1p120f;
+
+// 2^x for x up to 127; 0 below -126. NaN stays NaN.
+template <class V>
+static inline typename V::F Exp2(typename V::F x) {
+  const typename V::F clamped = V::Max(V::Set(-126.0f), x);
+  const typename V::F n = V::Rint(clamped);
+  const typename V::F r = V::Sub(clamped, n);
+  typename V::F p = V::Set(1.535336188319500e-4f);  // minimax of 2^r on [-1/2, 1/2]
+  p = V::Fma(p, r, V::Set(1.339887440266574e-3f));
+  p = V::Fma(p, r, V::Set(9.618437357674640e-3f));
+  p = V::Fma(p, r, V::Set(5.550332471162809e-2f));
+  p = V::Fma(p, r, V::Set(2.402264791363012e-1f));
+  p = V::Fma(p, r, V::Set(6.931472028550421e-1f));
+  p = V::Fma(p, r, V::Set(1.0f));
+  return V::SelectNegative(V::Add(x, V::Set(126.0f)), V::Set(0), V::MulPow2(p, n));
+}
+
+// 2^(from - to) of whole numbers, from <= to.
+static inline float Shrinkage(float from, float to) {
+  const float n = from - to;
+  return !(n >= -126.0f) ? 0.0f
+                         : FloatOf(static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23);
+}
+
+// What is known of a row after some slots: of the sum of powers, 16 parts.
+struct AttendRow {
+  float* mixed;
+  float* total;
+  float* highest;
+};
+
+static inline AttendRow RowOf(float* state, int64_t row, int64_t width) {
+  float* begin = state + row * (width + kAttendRowExtra);
+  return {begin, begin + width, begin + width + kBlockChannels};
+}
+
+template <class V>
+static void StartRows(float* state, int64_t rows, int64_t width) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const AttendRow r = RowOf(state, row, width);
+    for (int64_t i = 0; i < width + kBlockChannels; i += kBlockChannels) {
+      V::Store(r.mixed + i, V::Set(0));
+    }
+    *r.highest = kLowestScore;
+  }
+}
+
+// Adds what later slots gave.
+template <class V>
+static void MergeRow(const AttendRow& into, const AttendRow& part, int64_t width) {
+  const float highest = *part.highest > *into.highest ? *part.highest : *into.highest;
+  const typename V::F keep = V::Set(Shrinkage(*into.highest, highest));
+  const typename V::F take = V::Set(Shrinkage(*part.highest, highest));
+  *into.highest = highest;
+  for (int64_t i = 0; i < width + kBlockChannels; i += kBlockChannels) {  // the total lies behind
+    const typename V::F kept = V::Mul(V::Load(into.mixed + i), keep);
+    V::Store(into.mixed + i, V::Fma(V::Load(part.mixed + i), take, kept));
+  }
+}
+
+// Scaled queries of all tiles: [tile, input, row of the tile].
+template <class V>
+static void PackQueries(const AttendArgs& args) {
+  constexpr int kRows = kAttendRows<V>;
+  const int64_t rows = (args.token_end - args.token_begin) * args.group;
+  for (int64_t tile = 0; tile < rows; tile += kRows) {
+    float* out = args.packed_queries + tile * args.dim;
+    for (int row = 0; row < kRows; ++row) {
+      const int64_t place = tile + row < rows ? tile + row : rows - 1;
+      const int64_t token = args.token_begin + place / args.group;
+      const float* query = args.queries + token * args.query_stride + place % args.group * args.dim;
+      for (int64_t i = 0; i < args.dim; ++i) out[i * kRows + row] = query[i] * args.scale;
+    }
+  }
+}
+
+// Asks for floats that will be read soon, in the order in which they lie.
+template <class V>
+static inline void PrefetchFloats(const float* x, int64_t n) {
+  for (int64_t i = 0; i < n; i += kBlockChannels) {
+    V::Prefetch(reinterpret_cast<const uint8_t*>(x + i));
+  }
+}
+
+// Keys of a segment's slots: [step, input, slot of the step]. In the cache an input's slots lie
+// together: reads are long, and few of them a multiple of 4096 bytes apart at once.
+template <class V>
+static void PackKeys(const AttendArgs& args, int64_t begin, int64_t end) {
+  constexpr int64_t kAhead = 4;
+  for (int64_t i = 0; i < args.dim; ++i) {
+    const float* from = args.keys + i * args.slots;
+    if (i + kAhead < args.dim) PrefetchFloats<V>(from + kAhead * args.slots + begin, end - begin);
+    for (int64_t slot = begin; slot < end; slot += kAttendStep) {
+      float* to = args.packed_keys + (slot - begin) * args.dim + i * kAttendStep;
+      JAX_W4A8_UNROLL
+      for (int j = 0; j < kAttendStep; j += kBlockChannels) {
+        V::Store(to + j, V::Load(from + slot + j));
+      }
+    }
+  }
+}
+
+// scores[row][slot of the step], of one tile.
+template <class V>
+static void ScoreTile(const float* queries, const float* keys, int64_t dim, float* scores) {
+  constexpr int kRows = kAttendRows<V>, kVectors = kAttendVectors<V>;
+  for (int column = 0; column < kAttendStep; column += kVectors * kBlockChannels) {
+    typename V::F sum[kRows][kVectors];
+    JAX_W4A8_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      JAX_W4A8_UNROLL
+      for (int v = 0; v < kVectors; ++v) sum[row][v] = V::Set(0);
+    }
+    for (int64_t i = 0; i < dim; ++i) {
+      typename V::F key[kVectors];
+      JAX_W4A8_UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        key[v] = V::Load(keys + i * kAttendStep + column + v * kBlockChannels);
+      }
+      JAX_W4A8_UNROLL
+      for (int row = 0; row < kRows; ++row) {
+        const typename V::F query = V::Set(queries[i * kRows + row]);
+        JAX_W4A8_UNROLL
+        for (int v = 0; v < kVectors; ++v) sum[row][v] = V::Fma(query, key[v], sum[row][v]);
+      }
+    }
+    JAX_W4A8_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      JAX_W4A8_UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        V::Store(scores + row * kAttendStep + column + v * kBlockChannels, sum[row][v]);
+      }
+    }
+  }
+}
+
+// Which slots of a step a token at `position` sees: [first, last), counted from `slot`.
+struct Visible {
+  int64_t first;
+  int64_t last;
+};
+
+static inline Visible VisibleSlots(const AttendArgs& args, int64_t token, int64_t slot) {
+  const int64_t position = args.start + token;
+  const int64_t from = args.window > 0 ? position - args.window + 1 - slot : 0;
+  const int64_t first = from < 0 ? 0 : from > kAttendStep ? kAttendStep : from;
+  const int64_t to = position + 1 - slot;
+  return {first, to < first ? first : to > kAttendStep ? kAttendStep : to};
+}
+
+// Makes the visible ones of a row's scores powers of two below its highest score, and zeros of the
+// others; returns by how much what was there shrinks.
+template <class V>
+static float PowersOfRow(float* scores, const Visible& visible, const AttendRow& row) {
+  for (int64_t i = 0; i < visible.first; ++i) scores[i] = kMaskedScore;
+  for (int64_t i = visible.last; i < kAttendStep; ++i) scores[i] = kMaskedScore;
+  typename V::F most = V::Load(scores);
+  for (int i = kBlockChannels; i < kAttendStep; i += kBlockChannels) {
+    most = V::Max(most, V::Load(scores + i));
+  }
+  float lanes[kBlockChannels];
+  V::Store(lanes, V::Rint(most));
+  float highest = *row.highest;
+  for (int i = 0; i < kBlockChannels; ++i) highest = lanes[i] > highest ? lanes[i] : highest;
+  const float shrinkage = Shrinkage(*row.highest, highest);
+  *row.highest = highest;
+  typename V::F sum = V::Mul(V::Load(row.total), V::Set(shrinkage));
+  for (int i = 0; i < kAttendStep; i += kBlockChannels) {
+    const typename V::F power = Exp2<V>(V::Sub(V::Load(scores + i), V::Set(highest)));
+    V::Store(scores + i, power);
+    sum = V::Add(sum, power);
+  }
+  V::Store(row.total, sum);
+  return shrinkage;
+}
+
+// Adds weighted values of a step's slots to `kVectors` vectors of a tile's mixtures.
+template <class V, int kVectors>
+static void MixColumns(const float* weights, const float* values, int64_t width,
+                       const float* shrinkage, float* mixed) {
+  constexpr int kRows = kAttendRows<V>;
+  const int64_t stride = width + kAttendRowExtra;
+  typename V::F sum[kRows][kVectors];
+  JAX_W4A8_UNROLL
+  for (int row = 0; row < kRows; ++row) {
+    JAX_W4A8_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      sum[row][v] =
+          V::Mul(V::Load(mixed + row * stride + v * kBlockChannels), V::Set(shrinkage[row]));
+    }
+  }
+  for (int slot = 0; slot < kAttendStep; ++slot) {
+    typename V::F value[kVectors];
+    JAX_W4A8_UNROLL
+    for (int v = 0; v < kVectors; ++v)
+      value[v] = V::Load(values + slot * width + v * kBlockChannels);
+    JAX_W4A8_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      const typename V::F weight = V::Set(weights[row * kAttendStep + slot]);
+      JAX_W4A8_UNROLL
+      for (int v = 0; v < kVectors; ++v) sum[row][v] = V::Fma(weight, value[v], sum[row][v]);
+    }
+  }
+  JAX_W4A8_UNROLL
+  for (int row = 0; row < kRows; ++row) {
+    JAX_W4A8_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      V::Store(mixed + row * stride + v * kBlockChannels, sum[row][v]);
+    }
+  }
+}
+
+// Whether any row of the tile sees any slot of the step.
+template <class V>
+static bool TileSees(const AttendArgs& args, int64_t rows, int64_t tile, int64_t slot) {
+  const int64_t end = tile + kAttendRows<V> < rows ? tile + kAttendRows<V> : rows;
+  const int64_t first_token = args.token_begin + tile / args.group;
+  const int64_t last_token = args.token_begin + (end - 1) / args.group;
+  return VisibleSlots(args, last_token, slot).last > 0 &&
+         VisibleSlots(args, first_token, slot).first < kAttendStep;
+}
+
+// All rows meet the slots [slot, slot + kAttendStep): first their keys, then their values, of which
+// each fits the first-level cache.
+template <class V>
+static void AttendStep(const AttendArgs& args, int64_t slot, const float* keys) {
+  constexpr int kRows = kAttendRows<V>, kVectors = kAttendVectors<V>;
+  const int64_t rows = (args.token_end - args.token_begin) * args.group;
+  const float* values = args.values + slot * args.width;
+  PrefetchFloats<V>(values, kAttendStep * args.width);
+  for (int64_t tile = 0; tile < rows; tile += kRows) {
+    if (!TileSees<V>(args, rows, tile, slot)) continue;
+    float* scores = args.scores + tile * kAttendStep;
+    ScoreTile<V>(args.packed_queries + tile * args.dim, keys, args.dim, scores);
+    for (int row = 0; row < kRows; ++row) {
+      const int64_t place = tile + row < rows ? tile + row : rows - 1;
+      args.shrinkage[tile + row] =
+          PowersOfRow<V>(scores + row * kAttendStep,
+                         VisibleSlots(args, args.token_begin + place / args.group, slot),
+                         RowOf(args.part, tile + row, args.width));
+    }
+  }
+  for (int64_t tile = 0; tile < rows; tile += kRows) {
+    if (!TileSees<V>(args, rows, tile, slot)) continue;
+    const float* weights = args.scores + tile * kAttendStep;
+    const float* shrinkage = args.shrinkage + tile;
+    float* mixed = RowOf(args.part, tile, args.width).mixed;
+    int64_t column = 0;
+    for (; column + kVectors * kBlockChannels <= args.width; column += kVectors * kBlockChannels) {
+      MixColumns<V, kVectors>(weights, values + column, args.width, shrinkage, mixed + column);
+    }
+    for (; column < args.width; column += kBlockChannels) {
+      MixColumns<V, 1>(weights, values + column, args.width, shrinkage, mixed + column);
+    }
+  }
+}
+
+template <class V>
+static void Attend(const AttendArgs& args) {
+  const int64_t rows = (args.token_end - args.token_begin) * args.group;
+  const int64_t padded = (rows + kAttendRows<V> - 1) / kAttendRows<V> * kAttendRows<V>;
+  PackQueries<V>(args);
+  StartRows<V>(args.state, rows, args.width);
+  for (int64_t begin = args.slot_begin; begin < args.slot_end; begin += kAttendSegment) {
+    const int64_t end =
+        begin + kAttendSegment < args.slot_end ? begin + kAttendSegment : args.slot_end;
+    PackKeys<V>(args, begin, end);
+    StartRows<V>(args.part, padded, args.width);
+    for (int64_t slot = begin; slot < end; slot += kAttendStep) {
+      AttendStep<V>(args, slot, args.packed_keys + (slot - begin) * args.dim);
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+      MergeRow<V>(RowOf(args.state, row, args.width), RowOf(args.part, row, args.width),
+                  args.width);
+    }
+  }
+}
+
+template <class V>
+static void FinishAttention(float* states, int64_t count, int64_t stride, int64_t width,
+                            const float* sink, float* out) {
+  const AttendRow row = RowOf(states, 0, width);
+  for (int64_t i = 1; i < count; ++i) MergeRow<V>(row, RowOf(states + i * stride, 0, width), width);
+  float total = 0, lanes[kBlockChannels];
+  for (int i = 0; i < kBlockChannels; ++i) total += row.total[i];
+  float share = 1.0f;
+  if (sink) {
+    const float score = *sink * 0x1.715476p+0f, whole = rintf(score);
+    const float highest = whole > *row.highest ? whole : *row.highest;
+    V::Store(lanes, Exp2<V>(V::Set(score - highest)));
+    share = Shrinkage(*row.highest, highest);
+    total = total * share + lanes[0];
+  }
+  // Only a row that saw nothing has a total of 0.
+  const typename V::F factor = V::Set(total == 0 ? 0.0f : share / total);
+  for (int64_t i = 0; i < width; i += kBlockChannels) {
+    V::Store(out + i, V::Mul(V::Load(row.mixed + i), factor));
+  }
+}
