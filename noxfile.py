@@ -32,6 +32,7 @@ BESIDE_PACKAGE = (
     "examples",
     "notebooks",
     "tests",
+    "tools",
     "xla_ffi",
 )
 #: The contract, kernels, primitive, models and checkpoints. ``nox -s tests -- tests`` runs the whole suite.
