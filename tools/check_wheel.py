@@ -33,7 +33,7 @@ def faults(wheel: Path) -> list[str]:
     if not all(re.fullmatch(PLATFORM, part) for part in platform.split(".")):
         found.append(f"platform {platform} is not one that jaxlib has wheels for, or was not repaired")
     with zipfile.ZipFile(wheel) as archive:
-        sizes = {info.filename: info.compress_size for info in archive.infolist()}
+        sizes = {info.filename: info.compress_size for info in archive.infolist() if not info.is_dir()}
     metadata = f"{name}-{version}.dist-info/"
     licence = metadata + "licenses/LICENSE"
     found += [f"{path} is missing" for path in (*REQUIRED, licence) if path not in sizes]
