@@ -56,6 +56,7 @@ PURE_LAYER = """
 import jax.numpy as jnp, jax_w4a8 as w4a8
 weights = w4a8.pack_linear(w4a8.quantize(jnp.eye(64), group_size=32))
 assert not w4a8.native_available() and w4a8.instruction_sets() == ()
+assert "No module named 'jax_w4a8._native'" in w4a8.ffi.unavailable_reason()
 assert jnp.allclose(w4a8.linear(jnp.ones((2, 64)), weights), 1, atol=0.2)
 """
 
