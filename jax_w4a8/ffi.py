@@ -22,7 +22,7 @@ from jax_w4a8.threads import num_threads as num_threads
 from jax_w4a8.weights import LAYOUT_VERSION
 
 try:
-    from jax_w4a8 import _native
+    import jax_w4a8._native as _native
 except ImportError as error:
     _native = None  # type: ignore[assignment]
     _import_error: str | None = str(error)

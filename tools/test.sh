@@ -6,9 +6,6 @@ cd "$(dirname "$0")/.."
 venv=${VENV:-.venv}
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
 "$venv/bin/python" -m pip install --quiet --editable '.[test]'
-"$venv/bin/ruff" check .
-"$venv/bin/ruff" format --check .
-git ls-files 'xla_ffi/*.cc' 'xla_ffi/*.h' | xargs "$venv/bin/clang-format" --dry-run --Werror
-"$venv/bin/mypy"
+PATH=$PWD/$venv/bin:$PATH bash tools/lint.sh
 # Two at once, whole files each: most of the time goes into compiling, which takes one core.
 "$venv/bin/python" -m pytest --numprocesses 2 --dist loadfile "$@"

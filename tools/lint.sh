@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Formatting, lint and types, with the tools that are on PATH.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+ruff check .
+ruff format --check .
+git ls-files 'xla_ffi/*.cc' 'xla_ffi/*.h' | xargs clang-format --dry-run --Werror
+mypy
