@@ -105,7 +105,7 @@ def _documented() -> list[object]:
     """What docs/api.md has a directive for."""
     module, found = None, []
     for directive, name in re.findall(
-        r"^\.\. (currentmodule|auto\w+):: (\S+)$", API.read_text(), re.MULTILINE
+        r"^\.\. (currentmodule|data|auto\w+):: (\S+)$", API.read_text(), re.MULTILINE
     ):
         if directive == "currentmodule":
             module = importlib.import_module(name)
