@@ -213,11 +213,12 @@ assert nbytes(quantized) < nbytes(model) / 4
 
 # %%
 figure, (left, middle, right) = plt.subplots(1, 3, figsize=(11, 3.8), layout="constrained")
-left.plot(np.convolve(curve, np.ones(10) / 10, "valid"), label="training, float32 (mean of 10 steps)")
+left.plot(np.convolve(curve, np.ones(10) / 10, "valid"), label="training, mean of 10 steps")
 left.axhline(float_loss, color="tab:green", label=f"test, float32: {float_loss:.3f}")
 left.axhline(quantized_loss, color="tab:orange", linestyle="--", label=f"test, W4A8: {quantized_loss:.3f}")
 left.set(xlabel="training step", ylabel="loss in nats a character", title="Loss")
-left.legend()
+left.set_ylim(top=1.15 * max(curve))
+left.legend(loc="upper right")
 middle.bar(
     ["float32", "W4A8"],
     [nbytes(one) / 2**20 for one in (model, quantized)],
@@ -225,6 +226,7 @@ middle.bar(
 )
 middle.set(ylabel="MiB of parameters", title="Size of the whole model")
 middle.bar_label(middle.containers[0], fmt="%.2f")
+middle.margins(y=0.1)
 for name, colour, marker in (("float32", "tab:green", "o"), ("W4A8", "tab:orange", "s")):
     right.loglog(sizes, times[name], label=name, color=colour, marker=marker)
 right.set(xlabel="contexts at a time", ylabel="ms for a call", title="Time of the whole model")
