@@ -31,7 +31,11 @@ def steps() -> list[tuple[str, str, str]]:
         ("a clone", "git clone", f"git clone --quiet '{ROOT}' ."),
         ("first generated text", "README.md, first command", blocks("README.md", "sh")[0]),
         ("first quantised layer of one's own", "docs/quickstart.md, first code", run.format(layer)),
-        ("first quantised Flax model of one's own", "docs/quickstart.md, second code", run.format(flax)),
+        (
+            "first quantised Flax model of one's own",
+            "docs/quickstart.md, both codes",
+            run.format(layer + flax),
+        ),
     ]
 
 
