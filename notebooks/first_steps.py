@@ -119,10 +119,12 @@ for (name, error), style in zip(errors.items(), ({"alpha": 0.5}, {"histtype": "s
 added = float(np.median(activations_only))
 right.axvline(added, color="tab:green", label=f"what the activations add: {added:.3f}")
 right.set(
-    xlabel="relative error of a token's output", ylabel="tokens", title="Almost all of the error is INT4's"
+    xlabel="relative error of a token's output",
+    ylabel=f"tokens (of {T})",
+    title="Almost all of the error is INT4's",
 )
 right.set_ylim(top=1.4 * right.get_ylim()[1])
-right.legend(loc="upper left")
+right.legend(loc="upper right")
 plt.show()
 
 # %% [markdown]

@@ -123,10 +123,13 @@ for scheme, marker in zip(schemes, "os"):
     axis.loglog(factors, error[scheme], marker=marker, label=scheme)
 axis.axhline(1, color="black", linewidth=1, linestyle="--", label="as large as what the others contribute")
 axis.set(
-    xlabel="size of one element, in multiples of three standard deviations",
-    ylabel="error over what the other elements\ncontribute to the output",
+    xlabel="size of the one element (1: three standard deviations of the others)",
+    ylabel="error of the output, as a share of\nwhat the other elements contribute",
     title="One element takes the range of its token",
 )
+axis.set_xticks([1, 10, 100, 500], ["1", "10", "100", "500"])
+axis.set_yticks([0.01, 0.1, 1], ["1 %", "10 %", "100 %"])
+axis.grid(alpha=0.3)
 axis.legend()
 plt.show()
 
@@ -200,11 +203,11 @@ assert table[0]["bits"] > table[-1]["bits"]
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
 axes[0].bar(names, errors)
-axes[0].set(ylabel="relative error of the output", title="Error")
+axes[0].set(ylabel="relative error of the output", title="Error, all 512 tokens")
 axes[1].bar(names, [row["one"] for row in table], color="tab:orange")
-axes[1].set(ylabel="ms for 1 token", title="One token")
+axes[1].set(ylabel="ms for 1 token", title="Time, one token")
 axes[2].bar(names, [row["many"] for row in table], color="tab:green")
-axes[2].set(ylabel="ms for 512 tokens", title="512 tokens")
+axes[2].set(ylabel="ms for 512 tokens", title="Time, 512 tokens")
 for axis in axes:
-    axis.set_xlabel("group size")
+    axis.set_xlabel("weights to a scale (group size)")
 plt.show()

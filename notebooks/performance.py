@@ -177,7 +177,7 @@ for name in ("xla", "ragged_dot, float32"):
 figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
 intensities = np.geomspace(0.5, 512, 200)
 axis.loglog(
-    intensities, np.minimum(peak, intensities * bandwidth) / 1e9, color="black", label="roof of this machine"
+    intensities, np.minimum(peak, intensities * bandwidth) / 1e9, color="black", label="limit of this machine"
 )
 for (name, series), marker in zip(points.items(), "osD"):
     x, y, tokens = (np.array(column) for column in zip(*series))
@@ -200,5 +200,7 @@ axis.annotate(
 )
 axis.set_ylim(top=2.5 * peak / 1e9)
 axis.grid(which="major", alpha=0.3)
-axis.legend(title="numbers: tokens", loc="lower right")
+for scale in (axis.xaxis, axis.yaxis):
+    scale.set_major_formatter("{x:g}")
+axis.legend(title="numbers at points: tokens", loc="lower right")
 plt.show()

@@ -120,9 +120,13 @@ axes[0].axhline(whole / 2**20, color="black", linestyle="--", linewidth=1, label
 axes[0].set(xlabel="device", ylabel="MiB of packed weights", title="What each device holds")
 axes[0].set_ylim(0, 1.5 * whole / 2**20)
 axes[0].legend(fontsize=8, ncols=2, loc="upper center")
-for ids, label, shift in ((even, "even router", -0.2), (skewed, "router with favourites", 0.2)):
+for ids, label, shift in ((even, "router without favourites", -0.2), (skewed, "router with favourites", 0.2)):
     slots = np.bincount(np.asarray(ids).ravel() // (E // 8), minlength=8)
     axes[1].bar(np.arange(8) + shift, slots, 0.4, label=f"{label}: busiest {slots.max()}")
-axes[1].set(xlabel="device", ylabel="token-expert pairs", title=f"What each device computes (of {T * 4})")
+axes[1].set(
+    xlabel="device",
+    ylabel=f"token-expert pairs, of {T * 4} in all",
+    title="What each device computes, experts over 8",
+)
 axes[1].legend()
 plt.show()

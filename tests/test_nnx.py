@@ -1,6 +1,7 @@
 """Flax NNX modules: what they hold, what trains, what is copied, what is saved."""
 
 import dataclasses
+import functools
 import re
 import time
 
@@ -91,6 +92,34 @@ def test_moe_is_the_functional_layer_with_shared_experts_added():
     )
 
 
+def test_moe_from_floats_with_every_part():
+    """From floats, from codes and by a swap: biases and shared experts are those packed by hand."""
+    w13, w2, shared = _x(E, 2 * I, H), _x(E, H, I, seed=1), (_x(80, H, seed=2), _x(H, 40, seed=3))
+    router, rest = _x(H, E, seed=4), {"router_bias": _x(E, seed=5), "correction_bias": _x(E, seed=6)}
+    biases, gate = {"w13_bias": _x(E, 2 * I, seed=7), "w2_bias": _x(E, H, seed=8)}, _x(H, seed=9)
+    codes = [w4a8.quantize(w, 32) for w in (w13, w2, *shared)]
+    one = w4a8.pack_experts(*(jax.tree.map(lambda leaf: leaf[None], w) for w in codes[2:]))
+    experts = w4a8.pack_experts(*codes[:2], **biases)
+    expected = MoEWeights(router, experts, rest["router_bias"], rest["correction_bias"], one, gate)
+    rest |= {**biases, "shared_gate": gate}
+    described = FloatMoE(
+        *(w13[:, :I], w13[:, I:], w2, router, ROUTING, rest["router_bias"], rest["correction_bias"]),
+        *(biases["w13_bias"][:, :I], biases["w13_bias"][:, I:], biases["w2_bias"]),
+        shared=(shared[0][:40], shared[0][40:], shared[1]),
+        shared_gate=gate,
+    )
+    model, options = nnx.Dict(moe=TinyMoE(nnx.Rngs(0))), {"*": W4A8Options(group_size=32)}
+    for module in (
+        W4A8MoE.from_float(w13, w2, router, ROUTING, group_size=32, shared=shared, **rest),
+        W4A8MoE.from_codes(*codes[:2], router, ROUTING, shared=tuple(codes[2:]), **rest),
+        quantize_model(model, options, moe={TinyMoE: lambda moe: described})[0].moe,
+    ):
+        jax.tree.map(assert_same_bits, module.weights(), expected)
+    half = dataclasses.replace(described, up_bias=None)
+    with pytest.raises(ValueError, match="gate_bias and up_bias must be given both or neither"):
+        quantize_model(model, options, moe={TinyMoE: lambda moe: half})
+
+
 def _on_device(tree):
     return jax.tree.map(jnp.asarray, tree)
 
@@ -164,8 +193,8 @@ def test_a_linear_layers_bias_and_input_have_gradients():
 
 
 def test_jit_of_a_module_does_not_copy_its_weights():
-    """64 MB of weights of which a call reads a sixty-fourth, beside nnx.jit, which returns every Variable."""
-    module = W4A8MoE(64, 1024, 560, w4a8.Routing(top_k=1), group_size=32, rngs=nnx.Rngs(0))
+    """64 MB of weights of which a call reads a 32nd, beside nnx.jit, which returns every Variable."""
+    module = W4A8MoE(64, 1024, 560, ROUTING, group_size=32, rngs=nnx.Rngs(0))
     packed = module.experts.get_value()
     assert packed.nbytes > 60e6
     x = _x(1, 1024)
@@ -179,9 +208,22 @@ def test_jit_of_a_module_does_not_copy_its_weights():
     after = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(module.experts.get_value())]
     assert after == pointers
 
+    optimizer = nnx.Optimizer(module, optax.sgd(0.1), wrt=nnx.Param)
+    before = np.asarray(module.router.get_value())
+    _train_step(module, optimizer, x)
+    assert not np.array_equal(before, module.router.get_value())
+    after = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(module.experts.get_value())]
+    assert after == pointers
+
     alone, spared, copied = (_best_time(f, module, x) for f in (plain, sparing, copying))
     assert alone < copied / 4, (alone, copied)
     assert spared < copied / 4, (spared, copied)
+
+
+@functools.partial(nnx.jit, graph_updates=False)
+def _train_step(module, optimizer, x):
+    gradients = nnx.grad(lambda module: (module(x) ** 2).sum())(module)
+    optimizer.update(module, gradients)
 
 
 def _best_time(function, *arguments):
@@ -436,6 +478,16 @@ def test_unmatched_and_misused_rules(float_model):
             ),
             ValueError,
             r"router must have shape \(64, 4\), got \(4, 64\)",
+        ),
+        (
+            lambda: W4A8MoE.from_codes(
+                *(w4a8.quantize(jnp.ones(shape), 32) for shape in ((E, 2 * I, H), (E, H, I))),
+                jnp.ones((H, E)),
+                ROUTING,
+                shared=(jnp.ones((80, H)), jnp.ones((H, 40))),
+            ),
+            TypeError,
+            "shared must be codes of w13 and w2, got",
         ),
     ],
 )

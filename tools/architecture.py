@@ -10,20 +10,32 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "architecture.svg"
 
-WIDTH, ROW = 1190, 19
-LIST_X, LIST_WIDTH = 40, 730
+WIDTH, ROW = 1190, 18
+LEFT, TOP, GAP = 40, 70, 7
+CORE_WIDTH, FULL_WIDTH = 730, 1110
 FLOW_X, FLOW_WIDTH = 810, 340
+#: A column of files: the place of what a file does, and how many characters of it fit in a line.
+CORE_COLUMN, FULL_COLUMN, HALF_COLUMN = (180, 84), (190, 140), (205, 54)
+#: Boxes of more lines than this have two columns.
+MANY_LINES = 10
 FONT = "font-family='Helvetica, Arial, sans-serif'"
 COLOURS = {"weights": "#dbe9f6", "calls": "#fde3c8", "models": "#dcf0dc", "native": "#e8e0f0"}
 
 #: Layers of the Python package, as one colour each: the first module of a group, and the group's kind.
 KINDS = {"quantization": "weights", "ffi": "calls", "blocks": "models"}
+
+STEP = 62  # of the data flow, from box to box
+
+#: From this layer on, boxes are as wide as the picture, with files in two columns: packages of many files.
+FIRST_WIDE = "nnx"
 
 #: The way of the data: a step, and the file that does it.
 FLOW = (
@@ -63,13 +75,43 @@ def files(name: str) -> list[tuple[str, str]]:
     """(path, what it does) of a module, or of all modules of a package."""
     base = ROOT / "jax_w4a8" / name.replace(".", "/")
     if base.is_dir():
-        inside = sorted(path for path in base.rglob("*.py") if path.name != "__init__.py")
-        found = [(f"{name}/", _first_line(base / "__init__.py"))]
-        return found + [(f"  {path.relative_to(base)}", _first_line(path)) for path in inside]
+        return [(f"{name}/", _first_line(base / "__init__.py")), *_inside(base, ("*.py",), _first_line, 1)]
     path = base.with_suffix(".py")
     if path.exists():
         return [(f"{name.replace('.', '/')}.py", _first_line(path))]
-    return [(name, "the extension: xla_ffi/")]
+    return [(name, "the extension, from xla_ffi/: at the end of this picture")]
+
+
+def native_files() -> list[tuple[str, str]]:
+    """The same of xla_ffi/."""
+    inside = _inside(ROOT / "xla_ffi", ("*.h", "*.cc"), _first_comment, 1)
+    return [("xla_ffi/", "The native extension, in C++17"), *inside]
+
+
+def _inside(
+    folder: Path, patterns: tuple[str, ...], describe: Callable[[Path], str], depth: int
+) -> list[tuple[str, str]]:
+    """Files of a folder, then those of folders in it; a .cc goes with the header of its name."""
+    paths = sorted(
+        path for pattern in patterns for path in folder.glob(pattern) if path.name != "__init__.py"
+    )
+    found = []
+    for path in paths:
+        if path.suffix == ".cc" and path.with_suffix(".h") in paths:
+            continue
+        both = " .cc" if path.suffix == ".h" and path.with_suffix(".cc") in paths else ""
+        found.append((f"{'  ' * depth}{path.name}{both}", describe(path)))
+    for inner in sorted(path for path in folder.iterdir() if path.is_dir() and path.name != "__pycache__"):
+        about = _first_line(inner / "__init__.py") if (inner / "__init__.py").exists() else ""
+        files_in_it = _inside(inner, patterns, describe, depth + 1)
+        found += [(f"{'  ' * depth}{inner.name}/", about), *files_in_it] if files_in_it else []
+    return found
+
+
+def _first_comment(path: Path) -> str:
+    lines = re.match(r"(?://.*\n)*", path.read_text())
+    text = " ".join(line.removeprefix("//").strip() for line in lines[0].splitlines()) if lines else ""
+    return re.split(r"(?<=[.:;])\s", text)[0].rstrip(".:;").replace("`", "")
 
 
 def _text(x: float, y: float, text: str, size: int = 12, **style: str) -> str:
@@ -84,28 +126,48 @@ def _box(x: float, y: float, width: float, height: float, colour: str) -> str:
     )
 
 
-def _shorten(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1].rsplit(" ", 1)[0] + " …"
-
-
-def _layers(top: int) -> tuple[list[str], int]:
-    parts, y, kind = [], top, "native"
-    for names in order():
-        kind = KINDS.get(names[0], kind)
-        rows = [row for name in names for row in files(name)]
-        height = ROW * len(rows) + 9
-        parts.append(_box(LIST_X, y, LIST_WIDTH, height, COLOURS[kind]))
-        for number, (path, does) in enumerate(rows):
-            baseline = y + 17 + ROW * number
-            indent = 22 if path.startswith("  ") else 10
-            parts.append(_text(LIST_X + indent, baseline, path.strip(), font_weight="bold"))
-            parts.append(_text(LIST_X + 190, baseline, _shorten(does, 78)))
-        y += height + 7
+def _rows(
+    rows: list[tuple[str, str]], x: float, y: float, column: tuple[int, int]
+) -> tuple[list[str], float]:
+    """Files under one another, long lines folded; and where they end."""
+    parts = []
+    for path, does in rows:
+        indent = 10 + 6 * (len(path) - len(path.lstrip()))
+        parts.append(_text(x + indent, y + 17, path.strip(), font_weight="bold"))
+        for line in textwrap.wrap(does, column[1]) or [""]:
+            parts.append(_text(x + column[0], y + 17, line))
+            y += ROW
     return parts, y
 
 
-def _flow(top: int) -> list[str]:
-    parts, y, height = [], top, 44
+def _box_of(rows: list[tuple[str, str]], y: float, kind: str, wide: bool) -> tuple[list[str], float]:
+    """Files in a box, and where the next box begins."""
+    lines = [max(1, len(textwrap.wrap(does, HALF_COLUMN[1]))) for _, does in rows]
+    if wide and sum(lines) > MANY_LINES:
+        cut = next(i for i in range(len(rows)) if 2 * sum(lines[:i]) >= sum(lines))
+        parts, end = _rows(rows[:cut], LEFT, y, HALF_COLUMN)
+        others, other_end = _rows(rows[cut:], LEFT + FULL_WIDTH / 2, y, HALF_COLUMN)
+        parts, end = parts + others, max(end, other_end)
+    else:
+        parts, end = _rows(rows, LEFT, y, FULL_COLUMN if wide else CORE_COLUMN)
+    width = FULL_WIDTH if wide else CORE_WIDTH
+    return [_box(LEFT, y, width, end + 9 - y, COLOURS[kind]), *parts], end + 9 + GAP
+
+
+def _layers() -> tuple[list[str], float]:
+    parts, y, kind, wide = [], float(TOP), "native", False
+    for names in order():
+        kind = KINDS.get(names[0], kind)
+        if names[0] == FIRST_WIDE:
+            y, wide = max(y, TOP + STEP * len(FLOW)), True
+        box, y = _box_of([row for name in names for row in files(name)], y, kind, wide)
+        parts += box
+    box, y = _box_of(native_files(), y + 20, "native", True)
+    return parts + box, y
+
+
+def _flow() -> list[str]:
+    parts, y, height = [], TOP, 44
     for number, (kind, step, where) in enumerate(FLOW):
         parts.append(_box(FLOW_X, y, FLOW_WIDTH, height, COLOURS[kind]))
         middle = FLOW_X + FLOW_WIDTH / 2
@@ -113,28 +175,31 @@ def _flow(top: int) -> list[str]:
         parts.append(_text(middle, y + 35, where, 11, text_anchor="middle", fill="#444"))
         if number + 1 < len(FLOW):
             parts.append(
-                f"<path d='M{middle} {y + height} v14' stroke='#333' stroke-width='1.5'"
+                f"<path d='M{middle} {y + height} v{STEP - height - 6}' stroke='#333' stroke-width='1.5'"
                 " marker-end='url(#tip)'/>"
             )
-        y += height + 20
+        y += STEP
     return parts
 
 
 def draw() -> str:
     """The picture as text."""
-    layers, bottom = _layers(70)
-    height = max(bottom, 70 + 64 * len(FLOW)) + 10
+    layers, height = _layers()
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height}'>",
         "<defs><marker id='tip' markerWidth='8' markerHeight='8' refX='5' refY='3' orient='auto'>"
         "<path d='M0 0 L6 3 L0 6 z' fill='#333'/></marker></defs>",
         f"<rect width='{WIDTH}' height='{height}' fill='white'/>",
-        _text(LIST_X, 32, "Layers", 18, font_weight="bold"),
-        _text(LIST_X, 54, "A file imports only from files in boxes above its own, or from its own folder."),
+        _text(LEFT, 32, "Layers", 18, font_weight="bold"),
+        _text(
+            LEFT,
+            54,
+            "A file of the package imports only from files in boxes above its own, or from its own folder.",
+        ),
         _text(FLOW_X, 32, "Data flow", 18, font_weight="bold"),
-        _text(FLOW_X, 54, "From weights to a layer's output."),
+        _text(FLOW_X, 54, "From weights to a layer's output; colours as on the left."),
         *layers,
-        *_flow(70),
+        *_flow(),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"

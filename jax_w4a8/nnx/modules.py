@@ -269,6 +269,8 @@ class W4A8MoE(nnx.Module):
         w2_bias: ArrayLike | None = None,
         router_bias: ArrayLike | None = None,
         correction_bias: ArrayLike | None = None,
+        shared: tuple[QuantizedTensor, ...] | None = None,
+        shared_gate: ArrayLike | None = None,
         **options: Any,
     ) -> W4A8MoE:
         """From codes with their scales.
@@ -280,13 +282,21 @@ class W4A8MoE(nnx.Module):
           routing: how experts are chosen.
           w13_bias, w2_bias: ``[E, 2I]`` and ``[E, H]``, or None.
           router_bias, correction_bias: ``[E]``, or None.
-          options: as for :meth:`from_weights`, which is also the way to have shared experts.
+          shared: ``[2S, H]`` and ``[H, S]`` of the shared experts as one MLP, or None.
+          shared_gate: ``[H]``, or None.
+          options: as for :meth:`from_weights`.
 
         Raises:
           TypeError, ValueError: as :func:`jax_w4a8.pack_experts` and the class.
         """
-        experts = pack_experts(w13, w2, w13_bias, w2_bias)
-        weights = MoEWeights(jnp.asarray(router), experts, _array(router_bias), _array(correction_bias))
+        weights = MoEWeights(
+            router=jnp.asarray(router),
+            experts=pack_experts(w13, w2, w13_bias, w2_bias),
+            router_bias=_array(router_bias),
+            correction_bias=_array(correction_bias),
+            shared=None if shared is None else _pack_shared(shared),
+            shared_gate=_array(shared_gate),
+        )
         return cls.from_weights(weights, routing, **options)
 
     @classmethod
@@ -299,13 +309,18 @@ class W4A8MoE(nnx.Module):
         *,
         group_size: int | None = 128,
         scale_dtype: DTypeLike | None = None,
+        shared: tuple[ArrayLike, ArrayLike] | None = None,
         **options: Any,
     ) -> W4A8MoE:
-        """As :meth:`from_codes`, from float weights; ``group_size`` and ``scale_dtype`` are those of
-        :func:`jax_w4a8.quantize`.
+        """As :meth:`from_codes`, from float weights, shared ones included; ``group_size`` and ``scale_dtype``
+        are those of :func:`jax_w4a8.quantize`.
         """
-        first, second = (quantize_for(jnp.asarray(w), group_size, scale_dtype) for w in (w13, w2))
-        return cls.from_codes(first, second, router, routing, **options)
+
+        def codes(*weights: ArrayLike) -> tuple[QuantizedTensor, ...]:
+            return tuple(quantize_for(jnp.asarray(w), group_size, scale_dtype) for w in weights)
+
+        both = None if shared is None else codes(*shared)
+        return cls.from_codes(*codes(w13, w2), router, routing, shared=both, **options)
 
     def weights(self) -> MoEWeights:
         """All weights as one pytree: what :func:`jax_w4a8.blocks.moe_block` takes."""
@@ -340,6 +355,14 @@ def _random_moe(
         experts=random_experts(experts, *sizes, group_size),
         shared=None if shared is None else random_experts(shared_key, 1, hidden_size, shared, group_size),
     )
+
+
+def _pack_shared(shared: tuple[QuantizedTensor, ...]) -> ExpertWeights:
+    if [type(weights) for weights in shared] != [QuantizedTensor, QuantizedTensor]:
+        raise TypeError(
+            f"shared must be codes of w13 and w2, got {[type(weights).__name__ for weights in shared]}"
+        )
+    return pack_experts(*(jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], weights) for weights in shared))
 
 
 def _key(rngs: nnx.Rngs | None, argument: str) -> jax.Array:

@@ -14,12 +14,12 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jax_w4a8.blocks import MoEWeights, quantize_for
+from jax_w4a8.blocks import quantize_for
 from jax_w4a8.experts.base import Activation
 from jax_w4a8.nnx.modules import W4A8Linear, W4A8MoE
 from jax_w4a8.quantization import QuantizedTensor
 from jax_w4a8.routing import Routing
-from jax_w4a8.weights import pack_experts, pack_linear
+from jax_w4a8.weights import pack_linear
 
 
 @dataclasses.dataclass(frozen=True)
@@ -371,24 +371,33 @@ class _DescribedMoE:
 
     def swap(self, options: W4A8Options) -> tuple[nnx.Module, QuantizedTensor, float | None]:
         moe = self.moe
-        w13, w2 = jnp.concatenate([moe.gate, moe.up], axis=1), jnp.asarray(moe.down)
-        pairs = [(w13, options.quantize(w13)), (w2, options.quantize(w2))]
-        biases = (moe.gate_bias, moe.up_bias)
-        w13_bias = None if biases == (None, None) else jnp.concatenate(biases, axis=1)
-        experts = pack_experts(pairs[0][1], pairs[1][1], w13_bias, moe.down_bias)
-        shared = None
+        floats = [jnp.concatenate([moe.gate, moe.up], axis=1), jnp.asarray(moe.down)]
         if moe.shared is not None:
             gate, up, down = moe.shared
-            shared_w13, shared_w2 = jnp.concatenate([gate, up])[None], jnp.asarray(down)[None]
-            pairs += [(w, options.quantize(w)) for w in (shared_w13, shared_w2)]
-            shared = pack_experts(pairs[2][1], pairs[3][1])
-        weights = MoEWeights(
-            moe.router, experts, moe.router_bias, moe.correction_bias, shared, moe.shared_gate
+            floats += [jnp.concatenate([gate, up]), jnp.asarray(down)]
+        codes = [options.quantize(weight) for weight in floats]
+        swapped = W4A8MoE.from_codes(
+            codes[0],
+            codes[1],
+            moe.router,
+            moe.routing,
+            w13_bias=self._w13_bias(),
+            w2_bias=moe.down_bias,
+            router_bias=moe.router_bias,
+            correction_bias=moe.correction_bias,
+            shared=tuple(codes[2:]) or None,
+            shared_gate=moe.shared_gate,
+            activation=moe.activation,
+            dtype=moe.dtype,
+            **options.running(),
         )
-        swapped = W4A8MoE.from_weights(
-            weights, moe.routing, activation=moe.activation, dtype=moe.dtype, **options.running()
-        )
-        return swapped, pairs[0][1], _relative_error(pairs)
+        return swapped, codes[0], _relative_error(list(zip(floats, codes, strict=True)))
+
+    def _w13_bias(self) -> jax.Array | None:
+        biases = [bias for bias in (self.moe.gate_bias, self.moe.up_bias) if bias is not None]
+        if len(biases) == 1:
+            raise ValueError("gate_bias and up_bias must be given both or neither")
+        return jnp.concatenate(biases, axis=1) if biases else None
 
 
 def _describe_layer(
