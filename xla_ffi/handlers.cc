@@ -121,11 +121,11 @@ Error DecodeWeights(const WeightBuffers& buffers, int64_t stack, int64_t inputs,
                                   std::to_string(kWidestGroup) +
                                   " whose sums are exact in 32 bits: " + ShapeText(buffers.codes));
   }
-  const bool fits =
-      dims[axis + 2] > 0 && dims[axis + 2] % (kRunBytes / kRunInputs * kChunkInputs) == 0 &&
-      out->blocks > 0 && out->groups > 0 &&
-      (inputs == kAnySize ||
-       (out->inputs() >= inputs && out->inputs() - out->group_width < inputs));
+  const bool fits = dims[axis + 2] > 0 &&
+                    dims[axis + 2] % (kRunBytes / kRunInputs * kChunkInputs) == 0 &&
+                    out->blocks > 0 && out->groups > 0 &&
+                    (inputs == kAnySize ||
+                     (out->inputs() >= inputs && out->inputs() - out->group_width < inputs));
   if (!fits) {
     return Error::InvalidArgument(name + ".codes doesn't hold whole groups for its inputs, got " +
                                   ShapeText(buffers.codes));
