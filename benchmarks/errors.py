@@ -6,8 +6,8 @@
 Errors are relative: the norm of the difference to the float64 result over all tokens, over that result's
 norm. Weights and tokens are normal; a matrix of K inputs is divided by the root of K, so that magnitudes stay
 what they are. The *weights'* part is the error of the dequantised weights on float64 activations; the
-*activations'* part is the difference between what the kernels give and that. Everything is repeated with other
-seeds.
+*activations'* part is the difference between what the kernels give and that. Everything is repeated with
+other seeds.
 """
 
 from __future__ import annotations
