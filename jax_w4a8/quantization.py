@@ -83,19 +83,21 @@ def normalize_group_size(group_size: int | None, in_features: int) -> int:
       ValueError: the size is neither one of those nor a positive multiple of 32, or more than 2^20 inputs
         would share a scale.
     """
-    channelwise = group_size is None or group_size in (CHANNELWISE, in_features)
-    if not channelwise and (group_size <= 0 or group_size % GROUP_MULTIPLE):
+    if group_size is None or group_size in (CHANNELWISE, in_features):
+        size, inputs = CHANNELWISE, in_features
+    elif group_size <= 0 or group_size % GROUP_MULTIPLE:
         raise ValueError(
             f"group_size must be -1, None or {in_features} (channel-wise) or a positive multiple of "
             f"{GROUP_MULTIPLE}, got {group_size}"
         )
-    inputs = in_features if channelwise else int(group_size)
+    else:
+        size = inputs = int(group_size)
     if inputs > MOST_GROUP_INPUTS:
         raise ValueError(
             f"group_size must give at most {MOST_GROUP_INPUTS} inputs to a scale, whose sums are exact in 32 "
             f"bits, got {group_size} for {in_features} inputs"
         )
-    return CHANNELWISE if channelwise else inputs
+    return size
 
 
 def num_groups(group_size: int, in_features: int) -> int:
