@@ -1,4 +1,6 @@
-"""The command line, ``python -m jax_w4a8``: its subcommands, and how they fail (one line, exit code 2)."""
+"""The command line, ``python -m jax_w4a8``: its subcommands, and how they fail (one line, exit code 2) or are
+interrupted (Ctrl-C, exit code 130).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from jax_w4a8 import distributed, ffi
 from jax_w4a8.bench import command as bench
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 #: What a command may raise about its input or this machine; anything else is a fault of this package.
 _EXPECTED_ERRORS = (ValueError, RuntimeError, OSError, ImportError, MemoryError)
+#: What shells report of a program that Ctrl-C ended: 128 + SIGINT.
+_INTERRUPTED = 130
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,8 +241,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _end_interrupted() -> NoReturn:
+    """Ends the process as it stands, once every ``with`` block is left.
+
+    An orderly end would wait for the other processes of a group, and take apart what was interrupted: after
+    the interpreter's end, some of these processes crashed (SIGSEGV, without a Python frame).
+    """
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        print(file=sys.stderr, flush=True)  # what the shell writes next starts a line
+    os._exit(_INTERRUPTED)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line; returns the exit code, 2 for bad input."""
+    """Runs a command line; returns the exit code, 2 for bad input. Ctrl-C ends the process with code 130."""
     arguments = _parser().parse_args(argv)
     arguments.argv = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -248,6 +264,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        _end_interrupted()
     except _EXPECTED_ERRORS as error:
         message = " ".join(str(error).split())
         print(f"error: {message}", file=sys.stderr)

@@ -20,6 +20,9 @@ from jax.typing import ArrayLike, DTypeLike
 CODE_MIN, CODE_MAX = -8, 7
 #: Inputs that every kernel consumes at a time; a group is a whole number of these.
 GROUP_MULTIPLE = 32
+#: Inputs that a scale may serve: the most, as a power of two, whose sum of products of codes fits 32 bits in
+#: every form that kernels use. The largest product is 15 x 128, a stored code (code + 8) times an activation.
+MOST_GROUP_INPUTS = 1 << 20
 CHANNELWISE = -1
 #: Precisions in which packed weights keep their scales; float16 is widened to float32.
 SCALE_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
@@ -77,16 +80,24 @@ def normalize_group_size(group_size: int | None, in_features: int) -> int:
     """Returns ``-1`` for every spelling of channel-wise (-1, None, ``in_features``), else the group size.
 
     Raises:
-      ValueError: the size is neither one of those nor a positive multiple of 32.
+      ValueError: the size is neither one of those nor a positive multiple of 32, or more than 2^20 inputs
+        would share a scale.
     """
     if group_size is None or group_size in (CHANNELWISE, in_features):
-        return CHANNELWISE
-    if group_size <= 0 or group_size % GROUP_MULTIPLE:
+        size, inputs = CHANNELWISE, in_features
+    elif group_size <= 0 or group_size % GROUP_MULTIPLE:
         raise ValueError(
             f"group_size must be -1, None or {in_features} (channel-wise) or a positive multiple of "
             f"{GROUP_MULTIPLE}, got {group_size}"
         )
-    return int(group_size)
+    else:
+        size = inputs = int(group_size)
+    if inputs > MOST_GROUP_INPUTS:
+        raise ValueError(
+            f"group_size must give at most {MOST_GROUP_INPUTS} inputs to a scale, whose sums are exact in 32 "
+            f"bits, got {group_size} for {in_features} inputs"
+        )
+    return size
 
 
 def num_groups(group_size: int, in_features: int) -> int:

@@ -87,6 +87,7 @@ class LinearWeights:
         """Raises TypeError or ValueError, naming the array at fault, unless the arrays are a packed ``lead``
         stack of matrices of these sizes.
         """
+        normalize_group_size(self.group_size, self.in_features)
         channels = (*lead, num_blocks(self.out_features))
         groups = num_groups(self.group_size, self.in_features)
         expected = {

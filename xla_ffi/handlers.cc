@@ -100,7 +100,8 @@ struct WeightBuffers {
 // `inputs` (kAnySize: any number).
 Error DecodeWeights(const WeightBuffers& buffers, int64_t stack, int64_t inputs,
                     PackedMatrix* out) {
-  // The widest group whose exact sum fits 32 bits: 2^20 products of 8 x 128.
+  // Sums of so many products, up to 15 x 128 each with stored codes, fit 32 bits;
+  // MOST_GROUP_INPUTS of quantization.py.
   constexpr int64_t kWidestGroup = int64_t{1} << 20;
   const std::string name = buffers.name;
   const auto dims = buffers.codes.dimensions();
@@ -115,9 +116,15 @@ Error DecodeWeights(const WeightBuffers& buffers, int64_t stack, int64_t inputs,
   out->blocks = dims[axis];
   out->groups = dims[axis + 1];
   out->group_width = dims[axis + 2] / (kRunBytes / kRunInputs);
+  if (out->group_width > kWidestGroup) {
+    return Error::InvalidArgument(name + ".codes has groups of " +
+                                  std::to_string(out->group_width) + " inputs, more than the " +
+                                  std::to_string(kWidestGroup) +
+                                  " whose sums are exact in 32 bits: " + ShapeText(buffers.codes));
+  }
   const bool fits = dims[axis + 2] > 0 &&
                     dims[axis + 2] % (kRunBytes / kRunInputs * kChunkInputs) == 0 &&
-                    out->group_width <= kWidestGroup && out->blocks > 0 && out->groups > 0 &&
+                    out->blocks > 0 && out->groups > 0 &&
                     (inputs == kAnySize ||
                      (out->inputs() >= inputs && out->inputs() - out->group_width < inputs));
   if (!fits) {

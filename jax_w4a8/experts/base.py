@@ -14,7 +14,14 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_w4a8.partition import expert_split_reason, intermediate_split_reason
-from jax_w4a8.quantization import CHANNELWISE, GROUP_MULTIPLE, SCALE_DTYPES, QuantKey
+from jax_w4a8.quantization import (
+    CHANNELWISE,
+    GROUP_MULTIPLE,
+    SCALE_DTYPES,
+    GroupShape,
+    QuantKey,
+    normalize_group_size,
+)
 from jax_w4a8.routing import Routing
 from jax_w4a8.weights import ExpertWeights, LinearWeights
 
@@ -194,6 +201,7 @@ def unsupported_reason(
         _size_reason(config)
         or _computation_reason(config)
         or _weight_reason(weight_key)
+        or _group_reason(config, weight_key)
         or _activation_reason(activation_key)
         or _parallel_reason(config, weight_key.group_shape[1])
     )
@@ -259,6 +267,17 @@ def _weight_reason(key: QuantKey) -> str | None:
             "weight group_shape must be (-1, 1) for channel-wise or (1, g) with g a positive "
             f"multiple of {GROUP_MULTIPLE}, got {(row, col)}"
         )
+    return None
+
+
+def _group_reason(config: MoEConfig, key: QuantKey) -> str | None:
+    """Too many inputs to a scale, in either projection."""
+    group_size = GroupShape(*key.group_shape).group_size
+    try:
+        for inputs in (config.hidden_size, config.intermediate_size):
+            normalize_group_size(group_size, inputs)
+    except ValueError as error:
+        return f"weights: {error}"
     return None
 
 
