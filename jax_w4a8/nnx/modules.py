@@ -316,11 +316,11 @@ class W4A8MoE(nnx.Module):
         are those of :func:`jax_w4a8.quantize`.
         """
 
-        def codes(*weights: ArrayLike) -> tuple[QuantizedTensor, ...]:
-            return tuple(quantize_for(jnp.asarray(w), group_size, scale_dtype) for w in weights)
+        def codes(weights: ArrayLike) -> QuantizedTensor:
+            return quantize_for(jnp.asarray(weights), group_size, scale_dtype)
 
-        both = None if shared is None else codes(*shared)
-        return cls.from_codes(*codes(w13, w2), router, routing, shared=both, **options)
+        both = None if shared is None else tuple(codes(weights) for weights in shared)
+        return cls.from_codes(codes(w13), codes(w2), router, routing, shared=both, **options)
 
     def weights(self) -> MoEWeights:
         """All weights as one pytree: what :func:`jax_w4a8.blocks.moe_block` takes."""
