@@ -25,7 +25,7 @@ MACOS = """
 set(CMAKE_SYSTEM_NAME Darwin)
 set(CMAKE_SYSTEM_PROCESSOR {architecture})
 set(CMAKE_CXX_COMPILER clang++)
-set(CMAKE_CXX_COMPILER_TARGET {architecture}-apple-darwin20)
+set(CMAKE_CXX_COMPILER_TARGET {architecture}-apple-macos11)
 set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
 set(CMAKE_INSTALL_NAME_TOOL true)
 set(CMAKE_OSX_SYSROOT "")
@@ -55,8 +55,8 @@ def check(directory: Path, toolchain: str, *options: str) -> set[str]:
     found = commands(directory, toolchain)
 
     def one(command: list[str]) -> None:
-        command = [*command, "-fsyntax-only", *options]
-        done = subprocess.run(command, cwd=directory, capture_output=True, text=True)
+        checked = [*command, "-fsyntax-only", *options]
+        done = subprocess.run(checked, cwd=directory, capture_output=True, text=True)
         assert done.returncode == 0, f"{command[-1]}: {done.stderr}"
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
