@@ -64,9 +64,12 @@ if(TARGET_DEFINITIONS MATCHES X86_64)
   add_kernels(weights_avx512_vnni ${AVX512_VNNI} -fno-trapping-math)
 elseif(TARGET_DEFINITIONS MATCHES AARCH64)
   # Quantisation of weights is plain loops: weights_portable has NEON, which is part of the architecture.
-  add_kernels(neon -march=armv8-a)
-  add_kernels(neon_dotprod -march=armv8.2-a+dotprod)
-  add_kernels(neon_i8mm -march=armv8.2-a+dotprod+i8mm)
+  # Before registers are given out, GCC would move a tile's loads away from their products: its sums, which fill
+  # the registers, would then live on the stack.
+  set(IN_ORDER $<$<CXX_COMPILER_ID:GNU>:-fno-schedule-insns>)
+  add_kernels(neon -march=armv8-a ${IN_ORDER})
+  add_kernels(neon_dotprod -march=armv8.2-a+dotprod ${IN_ORDER})
+  add_kernels(neon_i8mm -march=armv8.2-a+dotprod+i8mm ${IN_ORDER})
 endif()
 
 add_library(runtime OBJECT

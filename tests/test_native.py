@@ -1,4 +1,4 @@
-"""The native test program: every instruction set, on every machine, has the recorded bits."""
+"""The native test program: every instruction set has the recorded bits, here and on emulated processors."""
 
 import shutil
 import subprocess
@@ -11,11 +11,22 @@ SOURCES = ROOT / "tests" / "native"
 CHECKSUMS = SOURCES / "checksums.txt"
 
 
-def build(directory: Path, *options: str) -> Path:
-    """Builds the program below ``build/``, where the next run finds what hasn't changed."""
-    for tool in ("cmake", "c++"):
+#: What qemu's models of processors have.
+EMULATED = {
+    "max": ["neon_i8mm", "neon_dotprod", "neon", "portable"],
+    "neoverse-n1": ["neon_dotprod", "neon", "portable"],
+    "cortex-a72": ["neon", "portable"],
+}
+
+
+def need(*tools: str) -> None:
+    for tool in tools:
         if shutil.which(tool) is None:
             pytest.skip(f"needs {tool}")
+
+
+def build(directory: Path, *options: str) -> Path:
+    """Builds the program below ``build/``, where the next run finds what hasn't changed."""
     subprocess.run(
         ["cmake", "-S", SOURCES, "-B", directory, "-DCMAKE_BUILD_TYPE=Release", *options],
         check=True,
@@ -32,16 +43,41 @@ def run(*command: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def program() -> Path:
+    need("cmake", "c++")
     return build(ROOT / "build" / "native")
+
+
+@pytest.fixture(scope="module")
+def arm_program() -> Path:
+    need("cmake", "aarch64-linux-gnu-g++", "qemu-aarch64")
+    toolchain = ROOT / "cmake" / "aarch64-linux-gnu.cmake"
+    return build(ROOT / "build" / "native-aarch64", f"-DCMAKE_TOOLCHAIN_FILE={toolchain}")
+
+
+def assert_recorded_bits(names: list[str], *command: object) -> None:
+    done = run(*command)
+    assert done.returncode == 0, done.stderr
+    cases = len(CHECKSUMS.read_text().splitlines())
+    assert done.stderr.splitlines() == [f"{name}: {cases} cases, 0 differences" for name in names]
 
 
 def test_every_instruction_set_has_the_recorded_bits(program):
     names = run(program, "--instruction-sets").stdout.split()
     assert names[-1] == "portable"
-    done = run(program)
-    assert done.returncode == 0, done.stderr
-    cases = len(CHECKSUMS.read_text().splitlines())
-    assert done.stderr.splitlines() == [f"{name}: {cases} cases, 0 differences" for name in names]
+    assert_recorded_bits(names, program)
+
+
+def test_every_arm_instruction_set_has_the_recorded_bits(arm_program):
+    assert_recorded_bits(EMULATED["max"], "qemu-aarch64", "-cpu", "max", arm_program)
+
+
+@pytest.mark.parametrize("model", EMULATED)
+def test_an_arm_processor_gets_what_it_has(arm_program, model):
+    """An instruction that the model lacks would end the program: the best set runs on it."""
+    emulated = ["qemu-aarch64", "-cpu", model, arm_program]
+    assert run(*emulated, "--instruction-sets").stdout.split() == EMULATED[model]
+    best = EMULATED[model][0]
+    assert_recorded_bits([best], *emulated, "--instruction-set", best)
 
 
 def test_the_model_of_tile_instructions_has_the_recorded_bits(program):

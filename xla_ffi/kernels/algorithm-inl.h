@@ -9,12 +9,14 @@
 // No standard C++ header belongs here: their inline functions would be compiled with this file's
 // flags and could be the copy that the linker keeps for everybody.
 
-// Tiles must be unrolled to live in registers; the portable file has none to keep, and leaves it
-// be.
+// Tiles must be unrolled and inlined to live in registers; the portable file has none to keep, and
+// leaves it be.
 #if (defined(__GNUC__) || defined(__clang__)) && !defined(JAX_W4A8_PORTABLE)
 #define JAX_W4A8_UNROLL _Pragma("GCC unroll 16")
+#define JAX_W4A8_INLINE inline __attribute__((always_inline))
 #else
 #define JAX_W4A8_UNROLL
+#define JAX_W4A8_INLINE inline
 #endif
 
 // ---------------------------------------------------------------------------------------------------------
@@ -366,7 +368,7 @@ static void DecodePanel(const PackedMatrix& w, const PairRange& range, uint8_t* 
 
 // Adds the products of kChunkInputs inputs to the sums of R rows and two blocks.
 template <class V, int R, class Source, class Sum>
-static inline void AddChunk(Source& source, const int8_t* codes, Sum (&sum)[R][2]) {
+static JAX_W4A8_INLINE void AddChunk(Source& source, const int8_t* codes, Sum (&sum)[R][2]) {
   JAX_W4A8_UNROLL
   for (int run = 0; run < kChunkInputs; run += kRunInputs) {
     WeightPair<V> low, high;

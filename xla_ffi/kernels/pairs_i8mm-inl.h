@@ -11,9 +11,9 @@ struct NeonI8mm : NeonDotprod {
 };
 
 struct RowPairs {
-  // Weights of a run and one block in the instruction's order.
+  // Weights of a run and four channels of a block in the instruction's order.
   struct Weights {
-    int8x16_t part[8];
+    int8x16_t part[2];
   };
   static constexpr int kParts = kBlockChannels / 2;
 
@@ -28,36 +28,43 @@ struct RowPairs {
   }
 
   // From four bytes of low and of high nibbles each to eight of one channel.
-  static inline Weights Join(const NeonI8mm::W& low, const NeonI8mm::W& high) {
-    Weights out;
-    JAX_W4A8_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const int32x4_t a = vreinterpretq_s32_s8(low.quarter[i]);
-      const int32x4_t b = vreinterpretq_s32_s8(high.quarter[i]);
-      out.part[2 * i] = vreinterpretq_s8_s32(vzip1q_s32(a, b));
-      out.part[2 * i + 1] = vreinterpretq_s8_s32(vzip2q_s32(a, b));
-    }
-    return out;
+  static inline Weights Join(int8x16_t low, int8x16_t high) {
+    const int32x4_t a = vreinterpretq_s32_s8(low), b = vreinterpretq_s32_s8(high);
+    return {{vreinterpretq_s8_s32(vzip1q_s32(a, b)), vreinterpretq_s8_s32(vzip2q_s32(a, b))}};
   }
 
-  // The run of block n at `offset` inputs from where the source begins.
+  // The run of block n at `offset` inputs from where the source begins, and weights of its
+  // channels.
   template <DType kScale>
-  static inline Weights Run(const PackedSource<NeonI8mm, kScale>& source, int64_t offset, int n) {
-    const uint8_t* from = source.codes[n] + offset * (kRunBytes / kRunInputs);
-    NeonI8mm::W low, high;
-    NeonI8mm::Unpack(from, &low, &high);
-    NeonI8mm::Prefetch(from + source.ahead);
-    return Join(low, high);
+  static inline const uint8_t* Run(const PackedSource<NeonI8mm, kScale>& source, int64_t offset,
+                                   int n) {
+    const uint8_t* run = source.codes[n] + offset * (kRunBytes / kRunInputs);
+    NeonI8mm::Prefetch(run + source.ahead);
+    return run;
   }
-  static inline Weights Run(const PanelSource<NeonI8mm>& source, int64_t offset, int n) {
-    const uint8_t* from = source.next + offset * (4 * kRunBytes / kRunInputs) + n * 2 * kRunBytes;
+  static inline const uint8_t* Run(const PanelSource<NeonI8mm>& source, int64_t offset, int n) {
     if (n == 0) NeonI8mm::Prefetch(source.ahead + offset / kRunInputs * source.ahead_step);
-    Weights out;
-    for (int i = 0; i < kParts; ++i) out.part[i] = vreinterpretq_s8_u8(vld1q_u8(from + 16 * i));
-    return out;
+    return source.next + offset * (4 * kRunBytes / kRunInputs) + n * 2 * kRunBytes;
   }
-  static inline void Store(uint8_t* to, const Weights& weights) {
-    for (int i = 0; i < kParts; ++i) vst1q_u8(to + 16 * i, vreinterpretq_u8_s8(weights.part[i]));
+  template <DType kScale>
+  static inline Weights Load(const PackedSource<NeonI8mm, kScale>&, const uint8_t* run,
+                             int quarter) {
+    const uint8x16_t bytes = vld1q_u8(run + 16 * quarter);
+    return Join(vreinterpretq_s8_u8(vandq_u8(bytes, vdupq_n_u8(15))),
+                vreinterpretq_s8_u8(vshrq_n_u8(bytes, 4)));
+  }
+  static inline Weights Load(const PanelSource<NeonI8mm>&, const uint8_t* run, int quarter) {
+    const int8_t* from = reinterpret_cast<const int8_t*>(run) + 32 * quarter;
+    return {{vld1q_s8(from), vld1q_s8(from + 16)}};
+  }
+  // Of a run of one block, as Load reads it.
+  static inline void Store(const NeonI8mm::W& low, const NeonI8mm::W& high, uint8_t* run) {
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      const Weights weights = Join(low.quarter[quarter], high.quarter[quarter]);
+      for (int i = 0; i < 2; ++i) {
+        vst1q_s8(reinterpret_cast<int8_t*>(run) + 32 * quarter + 16 * i, weights.part[i]);
+      }
+    }
   }
 };
 
@@ -91,19 +98,24 @@ class PairTile {
     Begin(k == group * width_, group, n, sum);
     do {
       const int64_t offset = k - range_.begin;
-      const RowPairs::Weights weights = RowPairs::Run(source, offset, n);
-      const int8_t* run = codes_ + offset / kChunkInputs * (R * kChunkInputs) + k % kChunkInputs;
+      const uint8_t* run = RowPairs::Run(source, offset, n);
+      const int8_t* rows = codes_ + offset / kChunkInputs * (R * kChunkInputs) + k % kChunkInputs;
       int8x16_t codes[kPairs];
       JAX_W4A8_UNROLL
       for (int p = 0; p < kPairs; ++p) {
-        codes[p] = vcombine_s8(vld1_s8(run + First(p) * kChunkInputs),
-                               vld1_s8(run + Second(p) * kChunkInputs));
+        codes[p] = vcombine_s8(vld1_s8(rows + First(p) * kChunkInputs),
+                               vld1_s8(rows + Second(p) * kChunkInputs));
       }
       JAX_W4A8_UNROLL
-      for (int i = 0; i < RowPairs::kParts; ++i) {
+      for (int quarter = 0; quarter < 4; ++quarter) {
+        const RowPairs::Weights weights = RowPairs::Load(source, run, quarter);
         JAX_W4A8_UNROLL
-        for (int p = 0; p < kPairs; ++p) {
-          sum[p][i] = vmmlaq_s32(sum[p][i], codes[p], weights.part[i]);
+        for (int i = 0; i < 2; ++i) {
+          JAX_W4A8_UNROLL
+          for (int p = 0; p < kPairs; ++p) {
+            int32x4_t& part = sum[p][2 * quarter + i];
+            part = vmmlaq_s32(part, codes[p], weights.part[i]);
+          }
         }
       }
       k += kRunInputs;
@@ -178,8 +190,8 @@ template <>
 struct Products<NeonI8mm> {
   static inline void StoreRun(const WeightPair<NeonI8mm>& low, const WeightPair<NeonI8mm>& high,
                               uint8_t* panel) {
-    RowPairs::Store(panel, RowPairs::Join(low.first, high.first));
-    RowPairs::Store(panel + 2 * kRunBytes, RowPairs::Join(low.second, high.second));
+    RowPairs::Store(low.first, high.first, panel);
+    RowPairs::Store(low.second, high.second, panel + 2 * kRunBytes);
   }
 
   template <int R, class Source>
@@ -203,11 +215,12 @@ struct Products<NeonI8mm> {
 
 // As PeakProbe, with `smmla`.
 static int64_t PairPeakProbe(int64_t iterations, int32_t* sink) {
-  constexpr int kChains = 24;
+  constexpr int kChains = 16;
   int8_t bytes[16 * (kChains + 1)];
   for (size_t i = 0; i < sizeof(bytes); ++i) bytes[i] = static_cast<int8_t>((i + *sink) & 7);
   int32x4_t sum[kChains];
-  for (int32x4_t& chain : sum) chain = vdupq_n_s32(*sink);
+  JAX_W4A8_UNROLL
+  for (int chain = 0; chain < kChains; ++chain) sum[chain] = vdupq_n_s32(*sink);
   const int8x16_t weights = vld1q_s8(bytes);
   for (int64_t i = 0; i < iterations; ++i) {
     const volatile int64_t offset = 0;  // read anew in each iteration, so that no product is kept
@@ -218,7 +231,8 @@ static int64_t PairPeakProbe(int64_t iterations, int32_t* sink) {
     }
   }
   int32_t total = 0;
-  for (const int32x4_t& chain : sum) total += vaddvq_s32(chain);
+  JAX_W4A8_UNROLL
+  for (int chain = 0; chain < kChains; ++chain) total += vaddvq_s32(sum[chain]);
   *sink = total;
   return iterations * kChains * 32;
 }

@@ -188,11 +188,11 @@ struct Neon : NeonBase {
 };
 
 #ifdef __ARM_FEATURE_DOTPROD
-// 16 products to an instruction, `sdot`. A tile's 24 sums, the codes of its rows and a few weights
-// fill the 32 registers.
+// 16 products to an instruction, `sdot`. A tile's 16 sums, and the weights of a run, which are read
+// before they meet any row, fill the 32 registers.
 struct NeonDotprod : NeonBase {
-  static constexpr int kTileRows = 3;
-  static constexpr int kPeakChains = 6;
+  static constexpr int kTileRows = 2;
+  static constexpr int kPeakChains = 4;
   static constexpr bool kNarrowSums = false;
 
   static inline I Dot(I sum, W w, B codes) {
