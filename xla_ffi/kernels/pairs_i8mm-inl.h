@@ -98,27 +98,11 @@ class PairTile {
     Begin(k == group * width_, group, n, sum);
     do {
       const int64_t offset = k - range_.begin;
-      const uint8_t* run = RowPairs::Run(source, offset, n);
-      const int8_t* rows = codes_ + offset / kChunkInputs * (R * kChunkInputs) + k % kChunkInputs;
-      int8x16_t codes[kPairs];
       JAX_W4A8_UNROLL
-      for (int p = 0; p < kPairs; ++p) {
-        codes[p] = vcombine_s8(vld1_s8(rows + First(p) * kChunkInputs),
-                               vld1_s8(rows + Second(p) * kChunkInputs));
+      for (int run = 0; run < kChunkInputs; run += kRunInputs) {
+        AddRun(source, RowPairs::Run(source, offset + run, n), codes_ + offset * R + run, sum);
       }
-      JAX_W4A8_UNROLL
-      for (int quarter = 0; quarter < 4; ++quarter) {
-        const RowPairs::Weights weights = RowPairs::Load(source, run, quarter);
-        JAX_W4A8_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          JAX_W4A8_UNROLL
-          for (int p = 0; p < kPairs; ++p) {
-            int32x4_t& part = sum[p][2 * quarter + i];
-            part = vmmlaq_s32(part, codes[p], weights.part[i]);
-          }
-        }
-      }
-      k += kRunInputs;
+      k += kChunkInputs;
     } while (k < end);
     if (end < (group + 1) * width_) return Keep(n, sum);
     const NeonI8mm::F scale = source.NextScale(n);
@@ -164,6 +148,30 @@ class PairTile {
         const int quarter = i / 2 * 4;
         sum[p][i] = RowPairs::Part(i, vld1q_s32(state_[First(p)].sum[n] + quarter),
                                    vld1q_s32(state_[Second(p)].sum[n] + quarter));
+      }
+    }
+  }
+
+  // Adds the products of a run's weights with the rows' codes at `rows`.
+  template <class Source>
+  static JAX_W4A8_INLINE void AddRun(const Source& source, const uint8_t* run, const int8_t* rows,
+                                     int32x4_t (&sum)[kPairs][RowPairs::kParts]) {
+    int8x16_t codes[kPairs];
+    JAX_W4A8_UNROLL
+    for (int p = 0; p < kPairs; ++p) {
+      codes[p] = vcombine_s8(vld1_s8(rows + First(p) * kChunkInputs),
+                             vld1_s8(rows + Second(p) * kChunkInputs));
+    }
+    JAX_W4A8_UNROLL
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      const RowPairs::Weights weights = RowPairs::Load(source, run, quarter);
+      JAX_W4A8_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        JAX_W4A8_UNROLL
+        for (int p = 0; p < kPairs; ++p) {
+          int32x4_t& part = sum[p][2 * quarter + i];
+          part = vmmlaq_s32(part, codes[p], weights.part[i]);
+        }
       }
     }
   }
