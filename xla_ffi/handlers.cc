@@ -32,6 +32,9 @@ using ffi::Error;
   } while (false)
 
 constexpr int64_t kAnySize = -1;
+// Of tokens' slots, and of channels and inputs of a matrix. Arrays with an axis of size 0 may claim
+// any other sizes; up to this one, products of two sizes and a small factor fit 64 bits.
+constexpr int64_t kMostOfAKind = std::numeric_limits<int32_t>::max();
 
 std::string ShapeText(const AnyBuffer& buffer) {
   std::string text = "[";
@@ -56,7 +59,7 @@ Error CheckShape(const char* name, const AnyBuffer& buffer, std::initializer_lis
   bool fits = dims.size() == shape.size();
   size_t axis = 0;
   for (int64_t size : shape) {
-    fits = fits && (size == kAnySize || dims[axis] == size);
+    fits = fits && dims[axis] >= 0 && (size == kAnySize || dims[axis] == size);
     ++axis;
   }
   if (fits) return Error::Success();
@@ -116,7 +119,9 @@ Error DecodeWeights(const WeightBuffers& buffers, int64_t stack, int64_t inputs,
   out->group_width = dims[axis + 2] / (kRunBytes / kRunInputs);
   const bool fits = dims[axis + 2] > 0 &&
                     dims[axis + 2] % (kRunBytes / kRunInputs * kChunkInputs) == 0 &&
-                    out->group_width <= kWidestGroup && out->blocks > 0 && out->groups > 0 &&
+                    out->group_width <= kWidestGroup && out->blocks > 0 &&
+                    out->blocks <= kMostOfAKind / kBlockChannels && out->groups > 0 &&
+                    out->groups <= kMostOfAKind / out->group_width &&
                     (inputs == kAnySize ||
                      (out->inputs() >= inputs && out->inputs() - out->group_width < inputs));
   if (!fits) {
@@ -148,6 +153,10 @@ Error DecodeWeights(const WeightBuffers& buffers, int64_t stack, int64_t inputs,
   return Error::Success();
 }
 
+bool HoldsChannels(const PackedMatrix& weights, int64_t channels) {
+  return channels / kBlockChannels + (channels % kBlockChannels > 0) == weights.blocks;
+}
+
 Error CheckIds(const int32_t* ids, int64_t tokens, int64_t top_k, int64_t experts) {
   for (int64_t slot = 0; slot < tokens * top_k; ++slot) {
     if (ids[slot] >= -1 && ids[slot] < experts) continue;
@@ -164,9 +173,14 @@ Error OutOfMemory() {
 }
 
 // Below this many multiply-accumulates a call is over before a helper would wake up.
-constexpr int64_t kAloneWork = 200000;
+constexpr double kAloneWork = 200000;
 
-int ThreadsFor(const ffi::ThreadPool& pool, int64_t work) {
+double WorkOf(int64_t rows, const PackedMatrix& weights) {
+  return static_cast<double>(rows) * static_cast<double>(weights.blocks * kBlockChannels) *
+         static_cast<double>(weights.inputs());
+}
+
+int ThreadsFor(const ffi::ThreadPool& pool, double work) {
   if (work < kAloneWork) return 1;
   const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
   const int limit = ThreadLimit();
@@ -175,7 +189,7 @@ int ThreadsFor(const ffi::ThreadPool& pool, int64_t work) {
 
 // Runs body(team) in the kernels' floating point state; no exception leaves.
 template <class Body>
-Error WithTeam(ffi::ThreadPool& pool, int64_t work, const Body& body) noexcept {
+Error WithTeam(ffi::ThreadPool& pool, double work, const Body& body) noexcept {
   try {
     const ScopedFloatEnv float_env;
     Team team([&pool](std::function<void()> task) { pool.Schedule(std::move(task)); },
@@ -213,7 +227,7 @@ Error Experts(ffi::ThreadPool& pool, AnyBuffer x, AnyBuffer weights, AnyBuffer i
                                   " doesn't produce what w2.codes " + ShapeText(w2.codes) +
                                   " takes");
   }
-  if ((call.hidden + kBlockChannels - 1) / kBlockChannels != call.w2.blocks) {
+  if (!HoldsChannels(call.w2, call.hidden)) {
     return Error::InvalidArgument("w2.codes " + ShapeText(w2.codes) + " doesn't produce the " +
                                   std::to_string(call.hidden) + " columns of x");
   }
@@ -224,7 +238,7 @@ Error Experts(ffi::ThreadPool& pool, AnyBuffer x, AnyBuffer weights, AnyBuffer i
     return Error::InvalidArgument("router weights on the input need top_k = 1, got " +
                                   std::to_string(call.top_k));
   }
-  if (call.tokens * call.top_k > std::numeric_limits<int32_t>::max()) {
+  if (call.top_k > 0 && call.tokens > kMostOfAKind / call.top_k) {
     return Error::InvalidArgument("x has too many tokens: " + ShapeText(x));
   }
   call.ids = static_cast<const int32_t*>(ids.untyped_data());
@@ -239,9 +253,8 @@ Error Experts(ffi::ThreadPool& pool, AnyBuffer x, AnyBuffer weights, AnyBuffer i
   } else {
     call.slots = static_cast<float*>(result.untyped_data());
   }
-  const int64_t work = call.tokens * call.top_k * kBlockChannels *
-                       (call.w13.blocks * call.w13.inputs() + call.w2.blocks * call.w2.inputs());
-  return WithTeam(pool, work, [&](Team& team) {
+  const int64_t slots = call.tokens * call.top_k;
+  return WithTeam(pool, WorkOf(slots, call.w13) + WorkOf(slots, call.w2), [&](Team& team) {
     return RunMoe(call, ActiveKernels(), team) ? Error::Success() : OutOfMemory();
   });
 }
@@ -289,7 +302,8 @@ Error CombineSlots(ffi::ThreadPool pool, AnyBuffer slots, AnyBuffer weights,
   call.slots = static_cast<const float*>(slots.untyped_data());
   call.weights = static_cast<const float*>(weights.untyped_data());
   call.y = y->untyped_data();
-  return WithTeam(pool, call.tokens * call.top_k * call.hidden, [&](Team& team) {
+  const double work = static_cast<double>(call.tokens * call.top_k * call.hidden);
+  return WithTeam(pool, work, [&](Team& team) {
     RunCombine(call, ActiveKernels(), team);
     return Error::Success();
   });
@@ -306,12 +320,12 @@ Error DecodeLinear(AnyBuffer x, const WeightBuffers& weights, int64_t stack, boo
   JAX_W4A8_RETURN_IF_ERROR(CheckShape("y", y, {call->rows, kAnySize}));
   JAX_W4A8_RETURN_IF_ERROR(CheckDType("y", y, x.element_type(), "of the dtype of x"));
   call->out_features = y.dimensions()[1];
-  if ((call->out_features + kBlockChannels - 1) / kBlockChannels != call->weights.blocks) {
+  if (!HoldsChannels(call->weights, call->out_features)) {
     return Error::InvalidArgument("weights.codes " + ShapeText(weights.codes) +
                                   " doesn't produce the " + std::to_string(call->out_features) +
                                   " columns of y");
   }
-  if (call->rows > std::numeric_limits<int32_t>::max()) {
+  if (call->rows > kMostOfAKind) {
     return Error::InvalidArgument("x has too many rows: " + ShapeText(x));
   }
   call->x = x.untyped_data();
@@ -320,16 +334,12 @@ Error DecodeLinear(AnyBuffer x, const WeightBuffers& weights, int64_t stack, boo
   return Error::Success();
 }
 
-int64_t LinearWork(const LinearCall& call) {
-  return call.rows * call.weights.blocks * kBlockChannels * call.weights.inputs();
-}
-
 Error Linear(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer codes, AnyBuffer scale,
              AnyBuffer scaled_sum, AnyBuffer bias, bool symmetric, ffi::Result<AnyBuffer> y) {
   LinearCall call = {};
   JAX_W4A8_RETURN_IF_ERROR(
       DecodeLinear(x, {"weights", codes, scale, scaled_sum, bias}, kAnySize, symmetric, *y, &call));
-  return WithTeam(pool, LinearWork(call), [&](Team& team) {
+  return WithTeam(pool, WorkOf(call.rows, call.weights), [&](Team& team) {
     return RunLinear(call, ActiveKernels(), team) ? Error::Success() : OutOfMemory();
   });
 }
@@ -349,7 +359,7 @@ Error GroupedLinear(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer ids, AnyBuffer 
   JAX_W4A8_RETURN_IF_ERROR(CheckShape("ids", ids, {call.rows}));
   call.ids = static_cast<const int32_t*>(ids.untyped_data());
   JAX_W4A8_RETURN_IF_ERROR(CheckIds(call.ids, call.rows, 1, call.matrices));
-  return WithTeam(pool, LinearWork(call), [&](Team& team) {
+  return WithTeam(pool, WorkOf(call.rows, call.weights), [&](Team& team) {
     return RunLinear(call, ActiveKernels(), team) ? Error::Success() : OutOfMemory();
   });
 }
