@@ -1,0 +1,73 @@
+# The native library without its bindings: kernels, one object library for each instruction set, and `runtime`,
+# which chooses and calls them. Needs neither Python nor jaxlib. The extension and the native test program are
+# both built from what this file defines:
+#
+#   KERNEL_OBJECTS  object libraries to link beside `runtime`
+#   WARNINGS        the project's warning flags
+
+include(CheckCXXCompilerFlag)
+
+set(CMAKE_CXX_STANDARD 17)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+set(CMAKE_CXX_VISIBILITY_PRESET hidden)
+
+get_filename_component(NATIVE_SOURCES "${CMAKE_CURRENT_LIST_DIR}/../xla_ffi" ABSOLUTE)
+
+if(MSVC)
+  set(WARNINGS /W4)
+else()
+  set(WARNINGS -Wall -Wextra -Wshadow -Wconversion)
+endif()
+
+# One object library for each instruction set, with its own flags; only its file sees them.
+set(KERNEL_OBJECTS)
+function(add_kernels name)
+  add_library(kernels_${name} OBJECT ${NATIVE_SOURCES}/kernels/${name}.cc)
+  target_include_directories(kernels_${name} PRIVATE ${NATIVE_SOURCES})
+  if(NOT MSVC)
+    # No contraction: a product and a sum may become one rounding only where the code says so.
+    target_compile_options(kernels_${name} PRIVATE -O3 -ffp-contract=off -fno-math-errno ${WARNINGS})
+  endif()
+  target_compile_options(kernels_${name} PRIVATE ${ARGN})
+  target_compile_definitions(kernels_${name} PRIVATE ${TARGET_DEFINITIONS})
+  set(KERNEL_OBJECTS ${KERNEL_OBJECTS} kernels_${name} PARENT_SCOPE)
+endfunction()
+
+set(TARGET_DEFINITIONS)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$" AND NOT MSVC)
+  set(TARGET_DEFINITIONS JAX_W4A8_X86_64)
+endif()
+add_kernels(portable)
+add_kernels(weights_portable $<$<NOT:$<CXX_COMPILER_ID:MSVC>>:-fno-trapping-math>)
+if(TARGET_DEFINITIONS)
+  add_kernels(avx2 -mavx2 -mfma -mf16c)
+  set(AVX512_VNNI -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma -mf16c)
+  # GCC's own intrinsics headers trip these two warnings (GCC bug 105593).
+  set(INTRINSICS_WARNINGS $<$<CXX_COMPILER_ID:GNU>:-Wno-uninitialized>
+                          $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
+  add_kernels(avx512_vnni ${AVX512_VNNI} ${INTRINSICS_WARNINGS})
+  check_cxx_compiler_flag("-mgfni -mamx-tile -mamx-int8" COMPILER_HAS_AMX)
+  if(COMPILER_HAS_AMX)
+    list(APPEND TARGET_DEFINITIONS JAX_W4A8_AMX)
+    add_kernels(amx_int8 ${AVX512_VNNI} -mgfni -mamx-tile -mamx-int8 ${INTRINSICS_WARNINGS})
+  endif()
+  add_kernels(weights_avx2 -mavx2 -mfma -fno-trapping-math)
+  add_kernels(weights_avx512_vnni ${AVX512_VNNI} -fno-trapping-math)
+endif()
+
+add_library(runtime OBJECT
+            ${NATIVE_SOURCES}/kernels/dispatch.cc ${NATIVE_SOURCES}/matmul.cc ${NATIVE_SOURCES}/moe.cc
+            ${NATIVE_SOURCES}/pack.cc ${NATIVE_SOURCES}/parallel.cc ${NATIVE_SOURCES}/probes.cc
+            ${NATIVE_SOURCES}/scratch.cc)
+target_include_directories(runtime PUBLIC ${NATIVE_SOURCES})
+target_compile_definitions(runtime PUBLIC ${TARGET_DEFINITIONS})
+target_compile_options(runtime PRIVATE ${WARNINGS} $<$<NOT:$<CXX_COMPILER_ID:MSVC>>:-O2>)
+
+if(NOT MSVC)
+  # Packed sums must have the bits that numpy computes: no contraction. Its loops work on whole words and
+  # are short; made into vectors they take up to half as long again.
+  set_source_files_properties(${NATIVE_SOURCES}/pack.cc PROPERTIES COMPILE_OPTIONS
+                              "-O3;-ffp-contract=off;-fno-tree-vectorize")
+endif()
