@@ -299,6 +299,8 @@ Error CombineSlots(ffi::ThreadPool pool, AnyBuffer slots, AnyBuffer weights,
   JAX_W4A8_RETURN_IF_ERROR(CheckDType("weights", weights, ffi::DataType::F32, "float32"));
   JAX_W4A8_RETURN_IF_ERROR(CheckShape("y", *y, {call.tokens, call.hidden}));
   JAX_W4A8_RETURN_IF_ERROR(DecodeDType("y", *y, &call.dtype));
+  // Nothing to write, of however many tokens, or from however many slots.
+  if (call.tokens == 0 || call.hidden == 0) return Error::Success();
   call.slots = static_cast<const float*>(slots.untyped_data());
   call.weights = static_cast<const float*>(weights.untyped_data());
   call.y = y->untyped_data();
