@@ -31,27 +31,27 @@ missing() {
 
 command -v cmake >/dev/null || missing cmake
 
-# build NAME SANITIZERS SOURCES OPTION...: prints what cmake says only if it fails
+# build NAME SANITIZERS SOURCES TARGET OPTION...: prints what cmake says only if it fails
 build() {
-  local directory=$builds/$1 sanitizers=$2 sources=$3
-  shift 3
+  local directory=$builds/$1 sanitizers=$2 sources=$3 target=$4
+  shift 4
   if [ -n "$sanitizers" ]; then
     { echo 'int main() { return 0; }' | "$CXX" -x c++ -fsanitize="$sanitizers" - -o "$builds/empty" &&
       "$builds/empty"; } 2>/dev/null || missing "a compiler with -fsanitize=$sanitizers, which $CXX isn't"
   fi
   { cmake -S "$sources" -B "$directory" -DCMAKE_BUILD_TYPE=None -DPython_EXECUTABLE="$python" \
       -DJAX_W4A8_SANITIZE="$sanitizers" "$@" &&
-    cmake --build "$directory" -j 2; } >"$directory.log" 2>&1 || { cat "$directory.log"; return 1; }
+    cmake --build "$directory" --target "$target" -j 2; } >"$directory.log" 2>&1 || { cat "$directory.log"; return 1; }
 }
 
 address() {
-  build address $memory tests/fuzz
+  build address $memory tests/fuzz all
   "$builds/address/native/native_tests"
   "$builds/address/native/native_threads"
 }
 
 fuzz() {
-  build address $memory tests/fuzz
+  build address $memory tests/fuzz all
   local target log found
   for target in handlers kernels pack; do
     log=$builds/fuzz_$target.log found=$builds/found_$target
@@ -65,7 +65,7 @@ fuzz() {
 }
 
 thread() {
-  build thread thread tests/native
+  build thread thread tests/native native_threads
   "$builds/thread/native_threads"
 }
 
@@ -75,7 +75,7 @@ python() {
     asan=libclang_rt.asan-$(uname -m).so link=-shared-libasan
   fi
   "$python" -m pip install --quiet nanobind
-  build python $memory . -DCMAKE_MODULE_LINKER_FLAGS=$link \
+  build python $memory . _native -DCMAKE_MODULE_LINKER_FLAGS=$link \
     -Dnanobind_DIR="$("$python" -m nanobind --cmake_dir)"
   # The interpreter isn't built for it: the runtime has to come first, and with it the C++ library whose exceptions
   # it intercepts. Leaks are not looked for, since Python ends with much of its memory unfreed.
@@ -87,7 +87,7 @@ python() {
 
 valgrind() {
   command -v valgrind >/dev/null || missing valgrind
-  build plain '' tests/native -DCMAKE_CXX_FLAGS=-g1
+  build plain '' tests/native native_tests -DCMAKE_CXX_FLAGS=-g1
   command valgrind --quiet --error-exitcode=1 "$builds/plain/native_tests"
 }
 
