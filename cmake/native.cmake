@@ -4,8 +4,20 @@
 #
 #   KERNEL_OBJECTS  object libraries to link beside `runtime`
 #   WARNINGS        the project's warning flags
+#
+# JAX_W4A8_SANITIZE has all of it watched by sanitizers, named as the compiler names them.
 
+include_guard(DIRECTORY)
 include(CheckCXXCompilerFlag)
+
+set(JAX_W4A8_SANITIZE "" CACHE STRING "sanitizers to build with: address,undefined or thread")
+set(KERNEL_OPTIMIZATION -O3)
+if(JAX_W4A8_SANITIZE)
+  # Beyond -O1 the checks in unrolled kernels take compilers many minutes.
+  set(KERNEL_OPTIMIZATION -O1)
+  add_compile_options(-fsanitize=${JAX_W4A8_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)
+  add_link_options(-fsanitize=${JAX_W4A8_SANITIZE})
+endif()
 
 set(CMAKE_CXX_STANDARD 17)
 set(CMAKE_CXX_STANDARD_REQUIRED ON)
@@ -18,7 +30,8 @@ get_filename_component(NATIVE_SOURCES "${CMAKE_CURRENT_LIST_DIR}/../xla_ffi" ABS
 if(MSVC)
   set(WARNINGS /W4)
 else()
-  set(WARNINGS -Wall -Wextra -Wshadow -Wconversion)
+  # In Clang, unlike GCC, -Wconversion has signs in it.
+  set(WARNINGS -Wall -Wextra -Wshadow -Wconversion -Wno-sign-conversion)
 endif()
 
 # One object library for each instruction set, with its own flags; only its file sees them.
@@ -28,7 +41,8 @@ function(add_kernels name)
   target_include_directories(kernels_${name} PRIVATE ${NATIVE_SOURCES})
   if(NOT MSVC)
     # No contraction: a product and a sum may become one rounding only where the code says so.
-    target_compile_options(kernels_${name} PRIVATE -O3 -ffp-contract=off -fno-math-errno ${WARNINGS})
+    target_compile_options(kernels_${name} PRIVATE ${KERNEL_OPTIMIZATION} -ffp-contract=off -fno-math-errno
+                           ${WARNINGS})
   endif()
   target_compile_options(kernels_${name} PRIVATE ${ARGN})
   target_compile_definitions(kernels_${name} PRIVATE ${TARGET_DEFINITIONS})

@@ -33,6 +33,9 @@ using ffi::Error;
   } while (false)
 
 constexpr int64_t kAnySize = -1;
+// Of tokens' slots, and of channels and inputs of a matrix. Arrays with an axis of size 0 may claim
+// any other sizes; up to this one, products of two sizes and a small factor fit 64 bits.
+constexpr int64_t kMostOfAKind = std::numeric_limits<int32_t>::max();
 
 std::string ShapeText(const AnyBuffer& buffer) {
   std::string text = "[";
@@ -57,7 +60,7 @@ Error CheckShape(const char* name, const AnyBuffer& buffer, std::initializer_lis
   bool fits = dims.size() == shape.size();
   size_t axis = 0;
   for (int64_t size : shape) {
-    fits = fits && (size == kAnySize || dims[axis] == size);
+    fits = fits && dims[axis] >= 0 && (size == kAnySize || dims[axis] == size);
     ++axis;
   }
   if (fits) return Error::Success();
@@ -124,7 +127,8 @@ Error DecodeWeights(const WeightBuffers& buffers, int64_t stack, int64_t inputs,
   }
   const bool fits = dims[axis + 2] > 0 &&
                     dims[axis + 2] % (kRunBytes / kRunInputs * kChunkInputs) == 0 &&
-                    out->blocks > 0 && out->groups > 0 &&
+                    out->blocks > 0 && out->blocks <= kMostOfAKind / kBlockChannels &&
+                    out->groups > 0 && out->groups <= kMostOfAKind / out->group_width &&
                     (inputs == kAnySize ||
                      (out->inputs() >= inputs && out->inputs() - out->group_width < inputs));
   if (!fits) {
@@ -156,6 +160,10 @@ Error DecodeWeights(const WeightBuffers& buffers, int64_t stack, int64_t inputs,
   return Error::Success();
 }
 
+bool HoldsChannels(const PackedMatrix& weights, int64_t channels) {
+  return channels / kBlockChannels + (channels % kBlockChannels > 0) == weights.blocks;
+}
+
 Error CheckIds(const int32_t* ids, int64_t tokens, int64_t top_k, int64_t experts) {
   for (int64_t slot = 0; slot < tokens * top_k; ++slot) {
     if (ids[slot] >= -1 && ids[slot] < experts) continue;
@@ -172,9 +180,14 @@ Error OutOfMemory() {
 }
 
 // Below this many multiply-accumulates a call is over before a helper would wake up.
-constexpr int64_t kAloneWork = 200000;
+constexpr double kAloneWork = 200000;
 
-int ThreadsFor(const ffi::ThreadPool& pool, int64_t work) {
+double WorkOf(int64_t rows, const PackedMatrix& weights) {
+  return static_cast<double>(rows) * static_cast<double>(weights.blocks * kBlockChannels) *
+         static_cast<double>(weights.inputs());
+}
+
+int ThreadsFor(const ffi::ThreadPool& pool, double work) {
   if (work < kAloneWork) return 1;
   const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
   const int limit = ThreadLimit();
@@ -183,7 +196,7 @@ int ThreadsFor(const ffi::ThreadPool& pool, int64_t work) {
 
 // Runs body(team) in the kernels' floating point state; no exception leaves.
 template <class Body>
-Error WithTeam(ffi::ThreadPool& pool, int64_t work, const Body& body) noexcept {
+Error WithTeam(ffi::ThreadPool& pool, double work, const Body& body) noexcept {
   try {
     const ScopedFloatEnv float_env;
     Team team([&pool](std::function<void()> task) { pool.Schedule(std::move(task)); },
@@ -221,7 +234,7 @@ Error Experts(ffi::ThreadPool& pool, AnyBuffer x, AnyBuffer weights, AnyBuffer i
                                   " doesn't produce what w2.codes " + ShapeText(w2.codes) +
                                   " takes");
   }
-  if ((call.hidden + kBlockChannels - 1) / kBlockChannels != call.w2.blocks) {
+  if (!HoldsChannels(call.w2, call.hidden)) {
     return Error::InvalidArgument("w2.codes " + ShapeText(w2.codes) + " doesn't produce the " +
                                   std::to_string(call.hidden) + " columns of x");
   }
@@ -232,7 +245,7 @@ Error Experts(ffi::ThreadPool& pool, AnyBuffer x, AnyBuffer weights, AnyBuffer i
     return Error::InvalidArgument("router weights on the input need top_k = 1, got " +
                                   std::to_string(call.top_k));
   }
-  if (call.tokens * call.top_k > std::numeric_limits<int32_t>::max()) {
+  if (call.top_k > 0 && call.tokens > kMostOfAKind / call.top_k) {
     return Error::InvalidArgument("x has too many tokens: " + ShapeText(x));
   }
   call.ids = static_cast<const int32_t*>(ids.untyped_data());
@@ -247,9 +260,8 @@ Error Experts(ffi::ThreadPool& pool, AnyBuffer x, AnyBuffer weights, AnyBuffer i
   } else {
     call.slots = static_cast<float*>(result.untyped_data());
   }
-  const int64_t work = call.tokens * call.top_k * kBlockChannels *
-                       (call.w13.blocks * call.w13.inputs() + call.w2.blocks * call.w2.inputs());
-  return WithTeam(pool, work, [&](Team& team) {
+  const int64_t slots = call.tokens * call.top_k;
+  return WithTeam(pool, WorkOf(slots, call.w13) + WorkOf(slots, call.w2), [&](Team& team) {
     return RunMoe(call, ActiveKernels(), team) ? Error::Success() : OutOfMemory();
   });
 }
@@ -294,10 +306,13 @@ Error CombineSlots(ffi::ThreadPool pool, AnyBuffer slots, AnyBuffer weights,
   JAX_W4A8_RETURN_IF_ERROR(CheckDType("weights", weights, ffi::DataType::F32, "float32"));
   JAX_W4A8_RETURN_IF_ERROR(CheckShape("y", *y, {call.tokens, call.hidden}));
   JAX_W4A8_RETURN_IF_ERROR(DecodeDType("y", *y, &call.dtype));
+  // Nothing to write, of however many tokens, or from however many slots.
+  if (call.tokens == 0 || call.hidden == 0) return Error::Success();
   call.slots = static_cast<const float*>(slots.untyped_data());
   call.weights = static_cast<const float*>(weights.untyped_data());
   call.y = y->untyped_data();
-  return WithTeam(pool, call.tokens * call.top_k * call.hidden, [&](Team& team) {
+  const double work = static_cast<double>(call.tokens * call.top_k * call.hidden);
+  return WithTeam(pool, work, [&](Team& team) {
     RunCombine(call, ActiveKernels(), team);
     return Error::Success();
   });
@@ -314,12 +329,12 @@ Error DecodeLinear(AnyBuffer x, const WeightBuffers& weights, int64_t stack, boo
   JAX_W4A8_RETURN_IF_ERROR(CheckShape("y", y, {call->rows, kAnySize}));
   JAX_W4A8_RETURN_IF_ERROR(CheckDType("y", y, x.element_type(), "of the dtype of x"));
   call->out_features = y.dimensions()[1];
-  if ((call->out_features + kBlockChannels - 1) / kBlockChannels != call->weights.blocks) {
+  if (!HoldsChannels(call->weights, call->out_features)) {
     return Error::InvalidArgument("weights.codes " + ShapeText(weights.codes) +
                                   " doesn't produce the " + std::to_string(call->out_features) +
                                   " columns of y");
   }
-  if (call->rows > std::numeric_limits<int32_t>::max()) {
+  if (call->rows > kMostOfAKind) {
     return Error::InvalidArgument("x has too many rows: " + ShapeText(x));
   }
   call->x = x.untyped_data();
@@ -328,16 +343,12 @@ Error DecodeLinear(AnyBuffer x, const WeightBuffers& weights, int64_t stack, boo
   return Error::Success();
 }
 
-int64_t LinearWork(const LinearCall& call) {
-  return call.rows * call.weights.blocks * kBlockChannels * call.weights.inputs();
-}
-
 Error Linear(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer codes, AnyBuffer scale,
              AnyBuffer scaled_sum, AnyBuffer bias, bool symmetric, ffi::Result<AnyBuffer> y) {
   LinearCall call = {};
   JAX_W4A8_RETURN_IF_ERROR(
       DecodeLinear(x, {"weights", codes, scale, scaled_sum, bias}, kAnySize, symmetric, *y, &call));
-  return WithTeam(pool, LinearWork(call), [&](Team& team) {
+  return WithTeam(pool, WorkOf(call.rows, call.weights), [&](Team& team) {
     return RunLinear(call, ActiveKernels(), team) ? Error::Success() : OutOfMemory();
   });
 }
@@ -357,7 +368,7 @@ Error GroupedLinear(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer ids, AnyBuffer 
   JAX_W4A8_RETURN_IF_ERROR(CheckShape("ids", ids, {call.rows}));
   call.ids = static_cast<const int32_t*>(ids.untyped_data());
   JAX_W4A8_RETURN_IF_ERROR(CheckIds(call.ids, call.rows, 1, call.matrices));
-  return WithTeam(pool, LinearWork(call), [&](Team& team) {
+  return WithTeam(pool, WorkOf(call.rows, call.weights), [&](Team& team) {
     return RunLinear(call, ActiveKernels(), team) ? Error::Success() : OutOfMemory();
   });
 }

@@ -125,7 +125,9 @@ Scratch::Scratch(size_t bytes) {
 }
 
 Scratch::~Scratch() {
-  if (data_) GetPool().Return({data_, size_});
+  if (!data_) return;
+  AllowAccess(data_, size_);
+  GetPool().Return({data_, size_});
 }
 
 size_t ReleaseScratch() { return GetPool().Release(); }

@@ -5,23 +5,32 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "sanitizers.h"
+
 namespace jax_w4a8 {
 
 // Adds up aligned parts of one block of memory: first to learn its size, then to hand the parts
-// out.
+// out. A size beyond kMostBytes stays there, which no machine has.
 class ScratchLayout {
  public:
   explicit ScratchLayout(char* base = nullptr) : base_(base) {}
 
   template <class T>
   T* Take(int64_t count) {
+    if (size_ >= kMostBytes || static_cast<size_t>(count) > (kMostBytes - size_) / sizeof(T)) {
+      size_ = kMostBytes;
+      return nullptr;
+    }
     T* part = base_ ? reinterpret_cast<T*>(base_ + size_) : nullptr;
-    size_ += (static_cast<size_t>(count) * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
+    const size_t end = size_ + static_cast<size_t>(count) * sizeof(T);
+    size_ = (end + kZoneBytes + kAlignment - 1) / kAlignment * kAlignment;
+    if (base_) ForbidAccess(base_ + end, size_ - end);
     return part;
   }
   size_t size() const { return size_; }
 
   static constexpr size_t kAlignment = 64;
+  static constexpr size_t kMostBytes = SIZE_MAX / 4;
 
  private:
   char* base_;

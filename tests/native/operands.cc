@@ -23,7 +23,7 @@ std::vector<float> Random::Floats(int64_t count, int low, int high) {
 std::vector<uint8_t> Rounded(DType dtype, const std::vector<float>& values) {
   std::vector<uint8_t> bytes(values.size() * SizeOf(dtype));
   if (dtype == DType::kF32) {
-    memcpy(bytes.data(), values.data(), bytes.size());
+    if (!bytes.empty()) memcpy(bytes.data(), values.data(), bytes.size());
     return bytes;
   }
   for (size_t i = 0; i < values.size(); ++i) {
