@@ -73,7 +73,7 @@ def _draw_study(study: Study, rows: list[dict[str, Any]], seeds: int, path: Path
     axes = figure.subplots()
     settings = list(dict.fromkeys(row[study.axis] for row in rows))
     places = settings if study.logarithmic else list(range(len(settings)))
-    for part in PARTS:
+    for shift, part in zip((-0.12, 0, 0.12), PARTS, strict=True):
         for scheme, (marker, line) in _STYLES.items():
             if part == "weights" and scheme == "symmetric":
                 continue  # the same: activations are not quantised in it
