@@ -247,7 +247,8 @@ def test_quantising_is_off_by_half_a_step(shape, magnitude, seed):
     error = np.abs(np.asarray(w4a8.dequantize(quantized), np.float64) - w)
     assert (error <= 0.5 * step * (1 + 1e-5)).all()  # 7.5 steps reach from the middle to the last code's edge
     assert_same_bits(
-        jnp.asarray(w4a8.quantize_and_pack_linear(w, group).codes), w4a8.pack_linear(quantized).codes
+        jnp.asarray(w4a8.quantize_and_pack_linear(w, group_size=group).codes),
+        w4a8.pack_linear(quantized).codes,
     )
 
 

@@ -61,7 +61,7 @@ def make_tokenizer(metadata: Mapping[str, Any], where: str) -> Any:
     kinds = metadata.get(f"{_KEY}.token_type") or [1] * len(tokens)
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise CheckpointError(f"{where}: {_KEY}.token_type must be a number for each of {len(tokens)} tokens")
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     with tokenizer_errors(f"{where}: {_KEY}.merges don't fit {_KEY}.tokens"):
         tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
     rule = _SPLITS[split]

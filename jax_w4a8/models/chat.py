@@ -119,7 +119,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _named(value: Any, name: str, where: str) -> str | None:
     if value is None or isinstance(value, str):
         return value
-    entries = value if isinstance(value, list) else [None]
+    entries: list[Any] = value if isinstance(value, list) else [None]
     if not all(isinstance(e, Mapping) and _are_texts(e.get("name"), e.get("template")) for e in entries):
         raise CheckpointError(f"{where}: {_FIELD} must be a string or a list of named templates")
     named = {entry["name"]: entry["template"] for entry in entries}
