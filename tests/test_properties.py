@@ -242,12 +242,12 @@ def test_experts_unpacked_are_those_that_were_packed(number, interleaved):
 def test_quantising_is_off_by_half_a_step(shape, magnitude, seed):
     outputs, inputs, group = shape
     w = (np.random.default_rng(seed).normal(size=(outputs, inputs)) * magnitude).astype(np.float32)
-    quantized = w4a8.quantize(w, group)
+    quantized = w4a8.quantize(w, group, scale_dtype=np.float32)
     step = np.repeat(np.abs(np.asarray(quantized.scale)), inputs if group < 0 else group, axis=1)[:, :inputs]
     error = np.abs(np.asarray(w4a8.dequantize(quantized), np.float64) - w)
     assert (error <= 0.5 * step * (1 + 1e-5)).all()  # 7.5 steps reach from the middle to the last code's edge
     assert_same_bits(
-        jnp.asarray(w4a8.quantize_and_pack_linear(w, group_size=group).codes),
+        jnp.asarray(w4a8.quantize_and_pack_linear(w, group_size=group, scale_dtype=np.float32).codes),
         w4a8.pack_linear(quantized).codes,
     )
 
@@ -311,7 +311,7 @@ def test_the_oracle_chooses_or_says_why_not(hidden, inner, experts, group, backe
         platform=platform,
         moe_backend=backend,
     )
-    key = w4a8.quantize(np.ones((1, 512), np.float32), group).key
+    key = w4a8.quantize(np.ones((1, 512), np.float32), group).key()
     explained = str(w4a8.explain(config, key))
     try:
         chosen, implementation = w4a8.select_w4a8_int8_moe_backend(config, key)
