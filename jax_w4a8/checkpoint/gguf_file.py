@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from jax_w4a8.checkpoint.errors import CheckpointError
+from jax_w4a8.checkpoint.errors import CheckpointError, shortened
 from jax_w4a8.checkpoint.gguf_names import (
     Placement,
     architecture,
     configuration,
     place,
 )
+from jax_w4a8.checkpoint.gguf_scan import check_gguf
 from jax_w4a8.checkpoint.scheme import QuantizationConfig, Scheme
 from jax_w4a8.checkpoint.source import Source
 from jax_w4a8.checkpoint.tensors import DTYPES, TensorFiles, TensorHeader
@@ -100,8 +101,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], list[_Stored]]:
         import gguf
     except ImportError as error:
         raise ImportError(f"{error}; GGUF files need it: pip install 'jax_w4a8[gguf]'") from error
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing, or not a file")
+    check_gguf(path)
     try:
         reader = gguf.GGUFReader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
@@ -116,14 +116,11 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], list[_Stored]]:
             )
             for tensor in reader.tensors
         ]
-    except (ValueError, IndexError, KeyError, OverflowError, OSError, MemoryError) as error:
+    except (ValueError, IndexError, KeyError, TypeError, ArithmeticError) as error:
         raise CheckpointError(f"{path} is not a complete GGUF file, or it is damaged: {error}") from error
-    if reader.endianess != gguf.GGUFEndian.LITTLE:
-        raise CheckpointError(f"{path} is a big-endian GGUF file, which isn't supported")
-    if metadata.get("split.count", 1) > 1:
-        raise CheckpointError(
-            f"{path} is one of {metadata['split.count']} parts: join them with gguf-split first"
-        )
+    parts = metadata.get("split.count", 1)
+    if parts not in (0, 1):
+        raise CheckpointError(f"{path} is one of {shortened(parts)} parts: join them with gguf-split first")
     architecture(path, metadata)
     return metadata, tensors
 
@@ -191,7 +188,8 @@ def _float(raw: np.ndarray[Any, Any], stored: _Stored) -> np.ndarray[Any, Any]:
     import gguf
 
     try:
-        values: np.ndarray[Any, Any] = gguf.dequantize(raw, gguf.GGMLQuantizationType[stored.type_name])
+        with np.errstate(all="ignore"):  # NaN and infinity are refused by whoever reads them
+            values: np.ndarray[Any, Any] = gguf.dequantize(raw, gguf.GGMLQuantizationType[stored.type_name])
     except NotImplementedError as error:
         raise CheckpointError(
             f"{stored.file}: tensor {stored.name!r} is {stored.type_name}, which the gguf package can't read"

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_w4a8.checkpoint.errors import CheckpointError
+from jax_w4a8.checkpoint.errors import CheckpointError, shortened
 
 #: Architectures, each with its ``model_type`` and whether the chosen experts' weights are normalised, which
 #: llama.cpp knows by heart where a file doesn't say so.
@@ -55,6 +55,8 @@ _PROJECTIONS = {
 _NAME = re.compile(r"blk\.(\d+)\.([a-z_]+?)(?:\.(\d+))?\.(weight|bias)")
 _EXPERTS = re.compile(r"ffn_(gate|up|down)_exps")
 _OLD_EXPERT = re.compile(r"ffn_(gate|up|down)")
+#: No size of a model is as large.
+_LARGEST = 2**31
 #: Llama 3's own rotary scaling, of which a file keeps only the result.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -86,11 +88,11 @@ def architecture(path: Path, metadata: Mapping[str, Any]) -> str:
       CheckpointError: it is missing or not one that can be read.
     """
     name = metadata.get("general.architecture")
-    if name not in _ARCHITECTURES:
+    if not isinstance(name, str) or name not in _ARCHITECTURES:
         raise CheckpointError(
-            f"{path}: general.architecture must be one of {sorted(_ARCHITECTURES)}, got {name!r}"
+            f"{path}: general.architecture must be one of {sorted(_ARCHITECTURES)}, got {shortened(name)}"
         )
-    return str(name)
+    return name
 
 
 def configuration(
@@ -124,29 +126,45 @@ class _Metadata:
             raise CheckpointError(f"{self._path}: {self._architecture}.{key} is missing")
         return value
 
-    def _same(self, key: str) -> Any:
-        """A value that may be given layer by layer."""
-        value = self._need(key)
-        if isinstance(value, list):
-            if len(set(value)) != 1:
-                raise CheckpointError(
-                    f"{self._path}: {self._architecture}.{key} must be the same in all layers, got {value}"
-                )
-            return value[0]
+    def _number(self, key: str, kinds: Any = int, default: Any = None) -> Any:
+        """A number above 0; ``default`` stands in where there is none."""
+        value = self._need(key) if default is None else self._get(key, default)
+        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < _LARGEST:
+            raise self._wrong(key, "a positive number", value)
         return value
+
+    def _same(self, key: str) -> int:
+        """A whole number that may be given layer by layer."""
+        value = self._need(key)
+        if isinstance(value, list) and value:
+            if any(other != value[0] for other in value):
+                raise self._wrong(key, "the same in all layers", value)
+            value = value[0]
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _LARGEST:
+            raise self._wrong(key, "a positive number", value)
+        return value
+
+    def _wrong(self, key: str, expected: str, value: Any) -> CheckpointError:
+        return CheckpointError(
+            f"{self._path}: {self._architecture}.{key} must be {expected}, got {shortened(value)}"
+        )
 
     def configuration(
         self, shapes: Mapping[str, tuple[int, ...]], rope_factors: np.ndarray[Any, Any] | None
     ) -> dict[str, Any]:
         model_type, normalized = _ARCHITECTURES[self._architecture]
-        experts = int(self._get("expert_count", 0))
+        experts = self._get("expert_count", 0)
+        if not isinstance(experts, int) or not 0 <= experts < _LARGEST:
+            raise self._wrong("expert_count", "a number of experts", experts)
         if self._architecture == "llama" and experts:
             model_type = "mixtral"
-        hidden, heads = self._need("embedding_length"), self._same("attention.head_count")
+        hidden, heads = self._number("embedding_length"), self._same("attention.head_count")
         embedding = shapes.get("token_embd.weight")
         if embedding is None:
             raise CheckpointError(f"{self._path}: tensor 'token_embd.weight' is missing")
-        layers = self._need("block_count")
+        layers = self._number("block_count")
+        if layers > len(shapes):  # before anything is made for each of them
+            raise self._wrong("block_count", f"at most the number of tensors, {len(shapes)}", layers)
         config = {
             "model_type": model_type,
             "hidden_size": hidden,
@@ -191,7 +209,7 @@ class _Metadata:
         return mixture
 
     def _rope(self, factors: np.ndarray[Any, Any] | None) -> dict[str, Any]:
-        theta = self._get("rope.freq_base", 10000.0)
+        theta = self._number("rope.freq_base", (int, float), 10000.0)
         kind = self._get("rope.scaling.type", "none")
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
         if factors is not None:
@@ -199,10 +217,7 @@ class _Metadata:
         if kind == "none":
             return rope
         if kind not in ("linear", "yarn"):
-            raise CheckpointError(
-                f"{self._path}: {self._architecture}.rope.scaling.type must be none, linear or yarn, got "
-                f"{kind!r}"
-            )
+            raise self._wrong("rope.scaling.type", "none, linear or yarn", kind)
         rope |= {"rope_type": kind, "factor": self._need("rope.scaling.factor")}
         original = self._get("rope.scaling.original_context_length")
         if original is not None:
@@ -223,7 +238,7 @@ class _Metadata:
     def _end_of_text(self) -> list[int]:
         keys = ("eos_token_id", "eot_token_id")
         ids = [self._metadata.get(f"tokenizer.ggml.{key}") for key in keys]
-        return sorted({int(i) for i in ids if i is not None})
+        return sorted({i for i in ids if isinstance(i, int)})
 
 
 def place(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Iterator[Placement]:
@@ -270,5 +285,7 @@ def _row_order(stem: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> 
     if config["model_type"] not in ("llama", "mixtral") or stem not in ("attn_q", "attn_k"):
         return None
     heads = config["num_attention_heads" if stem == "attn_q" else "num_key_value_heads"]
-    rows = np.arange(shape[0] if len(shape) > 1 else shape[-1])
+    if shape[0] % (2 * heads):  # not what the configuration says, which is noticed where it is claimed
+        return None
+    rows = np.arange(shape[0])
     return rows.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jax_w4a8.checkpoint.errors import CheckpointError
+from jax_w4a8.checkpoint.errors import CheckpointError, shortened
 from jax_w4a8.checkpoint.gguf_file import read_gguf
+from jax_w4a8.checkpoint.tokenizer_errors import tokenizer_errors
 
 _KEY = "tokenizer.ggml"
 #: ``token_type`` of tokens that text can't be split into: control, and those that a user defined.
@@ -38,25 +39,31 @@ def load_gguf_tokenizer(path: Path) -> Any:
     return make_tokenizer(metadata, str(path))
 
 
+def _texts(metadata: Mapping[str, Any], key: str, where: str) -> list[str]:
+    value = metadata.get(key)
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise CheckpointError(f"{where}: {key} is missing, or no list of texts")
+    return value
+
+
 def make_tokenizer(metadata: Mapping[str, Any], where: str) -> Any:
     """As :func:`load_gguf_tokenizer`, of metadata that were read before."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     kind, split = metadata.get(f"{_KEY}.model"), metadata.get(f"{_KEY}.pre", "default")
-    if kind != "gpt2" or split not in _SPLITS:
+    if kind != "gpt2" or not isinstance(split, str) or split not in _SPLITS:
         raise CheckpointError(
-            f"{where}: {_KEY}.model must be 'gpt2' with {_KEY}.pre of {sorted(_SPLITS)}, got {kind!r} with "
-            f"{split!r}: text needs the model's tokenizer.json; token ids work without"
+            f"{where}: {_KEY}.model must be 'gpt2' with {_KEY}.pre of {sorted(_SPLITS)}, got "
+            f"{shortened(kind)} with {shortened(split)}: text needs the model's tokenizer.json; token "
+            "ids work without"
         )
-    tokens, merges = (metadata.get(f"{_KEY}.{key}") for key in ("tokens", "merges"))
-    if not isinstance(tokens, list) or not isinstance(merges, list):
-        raise CheckpointError(f"{where}: {_KEY}.tokens or {_KEY}.merges is missing")
+    tokens, merges = (_texts(metadata, f"{_KEY}.{key}", where) for key in ("tokens", "merges"))
     kinds = metadata.get(f"{_KEY}.token_type") or [1] * len(tokens)
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    try:
+    if not isinstance(kinds, list) or len(kinds) != len(tokens):
+        raise CheckpointError(f"{where}: {_KEY}.token_type must be a number for each of {len(tokens)} tokens")
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    with tokenizer_errors(f"{where}: {_KEY}.merges don't fit {_KEY}.tokens"):
         tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
-    except Exception as error:  # what tokenizers raises for any damage is a bare Exception
-        raise CheckpointError(f"{where}: {_KEY}.merges don't fit {_KEY}.tokens: {error}") from error
     rule = _SPLITS[split]
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule is None)
     tokenizer.pre_tokenizer = (

@@ -46,6 +46,9 @@ _CHUNK = 16 << 20
 #: Temporary files of this age belong to nobody any more.
 _ABANDONED_SECONDS = 24 * 3600
 
+#: What a header raises that isn't of the form that this module writes.
+_NO_SUCH_FILE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
 
 class UnusableFileError(Exception):
     """The file can't be used; the message says why."""
@@ -221,13 +224,16 @@ def read_packed_file(path: Path, source: Mapping[str, Any], *, verify: bool = Fa
         raise FileNotFoundError(f"there is no {path}") from error
     except (OSError, ValueError) as error:  # an empty file can't be mapped
         raise UnusableFileError(f"it can't be mapped ({error})") from error
-    header = _read_header(data)
-    _check_metadata(header["__metadata__"], source)
-    arrays = _map_arrays(data, header)
-    if verify:
-        _verify(arrays)
-    described = json.loads(header["__metadata__"]["modules"])
-    return {name: _restore(module, arrays) for name, module in described.items()}
+    try:
+        header = _read_header(data)
+        _check_metadata(header["__metadata__"], source)
+        arrays = _map_arrays(data, header)
+        if verify:
+            _verify(arrays)
+        described = json.loads(header["__metadata__"]["modules"])
+        return {name: _restore(module, arrays) for name, module in described.items()}
+    except _NO_SUCH_FILE as error:
+        raise UnusableFileError("it is no file of packed modules") from error
 
 
 def _read_header(data: np.ndarray[Any, Any]) -> dict[str, Any]:
@@ -236,15 +242,11 @@ def _read_header(data: np.ndarray[Any, Any]) -> dict[str, Any]:
     if len(data) < 8 or 8 + length > len(data):
         raise UnusableFileError("it is truncated, or no such file")
     raw = data[: 8 + length].tobytes()
-    try:
-        header: dict[str, Any] = json.loads(raw[8:])
-        tensors = [value for name, value in header.items() if name != "__metadata__"]
-        end = max(tensor["data_offsets"][1] for tensor in tensors)
-        begin = header[_DIGESTS]["data_offsets"][0]
-        known = header["__metadata__"]["format"] == _FORMAT
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UnusableFileError("it is no file of packed modules") from error
-    if not known:
+    header: dict[str, Any] = json.loads(raw[8:])
+    tensors = [value for name, value in header.items() if name != "__metadata__"]
+    end = max(tensor["data_offsets"][1] for tensor in tensors)
+    begin = header[_DIGESTS]["data_offsets"][0]
+    if header["__metadata__"]["format"] != _FORMAT:
         raise UnusableFileError("it is no file of packed modules")
     if 8 + length + end != len(data):
         raise UnusableFileError(f"it has {len(data)} bytes where its header promises {8 + length + end}")

@@ -15,7 +15,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from jax_w4a8.checkpoint.errors import CheckpointError
+from jax_w4a8.checkpoint.errors import CheckpointError, shortened
+from jax_w4a8.checkpoint.patterns import check_pattern
 from jax_w4a8.quantization import CHANNELWISE, GROUP_MULTIPLE
 
 logger = logging.getLogger(__name__)
@@ -184,10 +185,12 @@ def _check_extras(config: Mapping[str, Any], where: str) -> None:
         logger.warning("%s.kv_cache_scheme is ignored: the KV cache stays in floating point", where)
     sparsity = config.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") == "dense"):
-        raise CheckpointError(f"{where}.sparsity_config must be empty or of format 'dense', got {sparsity!r}")
+        raise CheckpointError(
+            f"{where}.sparsity_config must be empty or of format 'dense', got {shortened(sparsity)}"
+        )
     transform = config.get("transform_config")
     if transform and not (isinstance(transform, Mapping) and transform == {"config_groups": {}}):
-        raise CheckpointError(f"{where}.transform_config must be empty, got {transform!r}")
+        raise CheckpointError(f"{where}.transform_config must be empty, got {shortened(transform)}")
     for field in sorted(set(config) - _CONFIG_FIELDS):
         logger.warning("%s.%s is unknown and ignored", where, field)
 
@@ -284,14 +287,15 @@ def _spell(value: Any) -> str:
     words = {None: "null", True: "true", False: "false"}
     if value is None or isinstance(value, bool):
         return words[value]
-    return repr(value)
+    return shortened(value)
 
 
 def _refuse_unknown(fields: Mapping[str, Any], known: set[str], where: str) -> None:
     for field in sorted(set(fields) - known):
         if fields[field] is not None:
             raise CheckpointError(
-                f"{where}.{field} is unknown and may change what the weights mean, got {fields[field]!r}"
+                f"{where}.{field} is unknown and may change what the weights mean, got "
+                f"{shortened(fields[field])}"
             )
 
 
@@ -306,10 +310,5 @@ def _patterns(value: Any, where: str) -> tuple[str, ...]:
         raise CheckpointError(f"{where} must be a list of strings, got {_spell(value)}")
     for pattern in value:
         if pattern.startswith("re:"):
-            try:
-                re.compile(pattern[3:])
-            except re.error as error:
-                raise CheckpointError(
-                    f"{where} holds {pattern!r}, not a regular expression: {error}"
-                ) from error
+            check_pattern(pattern[3:], where)
     return tuple(value)

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jax_w4a8.buffers import aligned_empty
-from jax_w4a8.checkpoint.errors import CheckpointError
+from jax_w4a8.checkpoint.errors import CheckpointError, shortened
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
 _REOPEN_BYTES = 32 << 20
 #: Rows of a large tensor are read in pieces of about this many bytes.
 _PIECE_BYTES = 16 << 20
+#: The largest index or configuration that is read; the safetensors package draws the same line for headers.
+_LARGEST_JSON = 100_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,10 +203,10 @@ def _row_pieces(header: TensorHeader) -> Iterator[slice]:
 
 
 def _open(file: Path) -> Any:
+    if not _is_file(file):  # a pipe would be waited for
+        raise CheckpointError(f"{file} is missing, or not a regular file")
     try:
         return safe_open(file, framework="numpy")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing") from error
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
             f"{file} is not a complete safetensors file, or it is damaged: {error}"
@@ -217,7 +220,7 @@ def _find_files(directory: Path) -> dict[Path, frozenset[str] | None]:
     present = sorted(directory.glob("*.safetensors"))
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     files: dict[Path, frozenset[str] | None]
-    if single.exists():  # goes before an index, as in Hugging Face tools
+    if os.path.lexists(single):  # goes before an index, as in Hugging Face tools
         files = {single: None}
     elif index.exists():
         files = dict(_read_index(index))
@@ -239,7 +242,7 @@ def _read_index(index: Path) -> dict[Path, frozenset[str]]:
     for tensor, shard in weight_map.items():
         shards.setdefault(_shard_path(index, tensor, shard), set()).add(tensor)
     for shard, tensors in shards.items():
-        if not shard.exists():
+        if not _is_file(shard):
             raise CheckpointError(
                 f"{shard} is missing: {index.name} names it for {len(tensors)} tensors, "
                 f"such as {min(tensors)!r}"
@@ -249,13 +252,21 @@ def _read_index(index: Path) -> dict[Path, frozenset[str]]:
 
 def _shard_path(index: Path, tensor: str, shard: Any) -> Path:
     if not isinstance(shard, str) or not shard:
-        raise CheckpointError(f"{index}: shard of {tensor!r} must be a file name, got {shard!r}")
+        raise CheckpointError(f"{index}: shard of {tensor!r} must be a file name, got {shortened(shard)}")
     for path in (PurePosixPath(shard), PureWindowsPath(shard)):
         if path.is_absolute() or path.drive or path.root or ".." in path.parts:
             raise CheckpointError(
                 f"{index}: shard {shard!r} of {tensor!r} lies outside the checkpoint's directory"
             )
     return index.parent / shard
+
+
+def _is_file(path: Path) -> bool:
+    """False also for names that no file can have."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _check_index(file: Path, promised: frozenset[str], present: list[str]) -> None:
@@ -271,6 +282,16 @@ def _check_index(file: Path, promised: frozenset[str], present: list[str]) -> No
         )
 
 
+def _unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose names stand once, or with equal values; readers differ in which of several counts."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        for name, given in pairs:
+            if given != value[name]:
+                raise ValueError(f"{shortened(name)} is there twice, with different values")
+    return value
+
+
 def first_names(names: list[str], limit: int = 10) -> str:
     """The first names of a list, for a message."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
@@ -281,13 +302,16 @@ def read_json(file: Path) -> dict[str, Any]:
     """The JSON object in ``file``.
 
     Raises:
-      CheckpointError: the file is missing, isn't JSON, or holds something other than an object.
+      CheckpointError: the file is missing, no regular file, too large, isn't JSON, holds something other than
+        an object, or gives one name two values.
     """
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing" if not file.exists() else f"{file} is not a regular file")
+    if file.stat().st_size > _LARGEST_JSON:
+        raise CheckpointError(f"{file} is larger than any JSON of a model ({_LARGEST_JSON >> 20} MiB)")
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing") from error
-    except (OSError, ValueError) as error:
+        value = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_unambiguous)
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} can't be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} must hold a JSON object, got {type(value).__name__}")

@@ -76,8 +76,12 @@ class SafetensorsWriter:
         self._written = dict.fromkeys(self._specs, 0)
         self._partial = partial_path(file)
         before, self._starts = _layout(tensors)
-        self._handle = self._partial.open("wb")
-        self._handle.write(before)
+        self._handle = self._partial.open("wb", buffering=0)
+        try:
+            self._put(before)
+        except BaseException:
+            self._drop()
+            raise
 
     def write(self, name: str, values: np.ndarray[Any, Any]) -> None:
         """Writes the next values of a tensor, in row-major order.
@@ -92,7 +96,7 @@ class SafetensorsWriter:
         if self._written[name] + values.nbytes > spec.nbytes:
             raise ValueError(f"tensor {name!r} {spec.shape} gets more values than it has")
         self._handle.seek(self._starts[name] + self._written[name])
-        self._handle.write(values.reshape(-1).view(np.uint8).data)
+        self._put(values.reshape(-1).view(np.uint8).data)
         self._written[name] += values.nbytes
 
     def commit(self) -> None:
@@ -114,6 +118,15 @@ class SafetensorsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._drop()
+
+    def _put(self, content: bytes | memoryview) -> None:
+        """Writes all of it; a disk that is full takes a part first, and fails at the next."""
+        rest = memoryview(content)
+        while len(rest):
+            rest = rest[self._handle.write(rest) :]
+
+    def _drop(self) -> None:
         self._handle.close()
         self._partial.unlink(missing_ok=True)
 
@@ -139,10 +152,14 @@ def copy_whole(source: Path, destination: Path) -> None:
 @contextlib.contextmanager
 def _partial_file(file: Path) -> Iterator[Any]:
     partial = partial_path(file)
-    with partial.open("wb") as handle:
-        yield handle
-        _flush(handle)
-    _rename(partial, file)
+    try:
+        with partial.open("wb") as handle:
+            yield handle
+            _flush(handle)
+        _rename(partial, file)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _flush(handle: Any) -> None:

@@ -60,7 +60,7 @@ class ChatTemplate:
         config = read_json(config_file) if config_file.exists() else {}
         file = directory / TEMPLATE_FILE
         if file.exists():
-            return cls(file.read_text(encoding="utf-8"), _special_tokens(config), str(file))
+            return cls(_read_template(file), _special_tokens(config), str(file))
         source = _named(config.get(_FIELD), name, str(config_file))
         if source is None:
             raise CheckpointError(
@@ -80,19 +80,19 @@ class ChatTemplate:
           **variables: whatever else the template knows, such as ``tools`` or ``enable_thinking``.
 
         Raises:
-          TypeError, ValueError: ``messages`` is empty or malformed, or the template refuses it.
+          TypeError, ValueError: ``messages`` is empty or malformed, or the template refuses it, fails or
+            takes more than ten seconds.
         """
-        from jinja2 import TemplateError
-
         _check_messages(messages)
         values = {"tools": None, "documents": None} | self._special_tokens | variables
+        self._template.environment.start()
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
                 **values,
             )
-        except TemplateError as error:
+        except Exception as error:  # the template is a program, and may fail as any program does
             raise ValueError(f"messages don't fit the chat template {self._where}: {error}") from error
 
 
@@ -119,35 +119,34 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _named(value: Any, name: str, where: str) -> str | None:
     if value is None or isinstance(value, str):
         return value
-    try:
-        named = {entry["name"]: entry["template"] for entry in value}
-    except (TypeError, KeyError) as error:
-        raise CheckpointError(f"{where}: {_FIELD} must be a string or a list of named templates") from error
+    entries: list[Any] = value if isinstance(value, list) else [None]
+    if not all(isinstance(e, Mapping) and _are_texts(e.get("name"), e.get("template")) for e in entries):
+        raise CheckpointError(f"{where}: {_FIELD} must be a string or a list of named templates")
+    named = {entry["name"]: entry["template"] for entry in entries}
     if name not in named:
         raise CheckpointError(f"{where}: {_FIELD} must have a template {name!r}, got {sorted(named)}")
     return str(named[name])
 
 
+def _are_texts(*values: Any) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} can't be read as text: {error}") from error
+
+
 def _compile(source: str, where: str) -> Any:
     try:
-        from jinja2 import TemplateSyntaxError, nodes
-        from jinja2.exceptions import TemplateError
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from jax_w4a8.models.template_sandbox import Sandbox
     except ImportError as error:
         raise ImportError(
             f"{error}; chat templates need one more package: pip install 'jax_w4a8[chat]'"
         ) from error
-
-    class Generation(Extension):
-        """``{% generation %}`` marks a model's own words for training; here its content counts alone."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body).set_lineno(line)
+    from jinja2 import TemplateError, TemplateSyntaxError
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
@@ -156,9 +155,7 @@ def _compile(source: str, where: str) -> Any:
         # Jinja's own filter escapes for HTML.
         return json.dumps(value, **({"ensure_ascii": False} | options))
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
+    environment = Sandbox()
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
@@ -166,3 +163,5 @@ def _compile(source: str, where: str) -> Any:
         return environment.from_string(source)
     except TemplateSyntaxError as error:
         raise CheckpointError(f"{where} is no template: line {error.lineno}: {error.message}") from error
+    except Exception as error:  # nested too deeply, or nothing that Python can compile
+        raise CheckpointError(f"{where} is no template: {error}") from error

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_w4a8.checkpoint import CheckpointError
+from jax_w4a8.checkpoint.errors import shortened
 from jax_w4a8.models import deepseek, gpt_oss, llama, mixtral, olmoe, qwen2, qwen2_moe, qwen3, qwen3_moe
 from jax_w4a8.models.config import DecoderConfig, DecoderNames
 from jax_w4a8.models.fields import Fields
@@ -46,5 +47,7 @@ def find_family(model_type: Any, where: str) -> Family:
       CheckpointError: it isn't known; the message lists those that are.
     """
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise CheckpointError(f"{where}: model_type must be one of {sorted(FAMILIES)}, got {model_type!r}")
+        raise CheckpointError(
+            f"{where}: model_type must be one of {sorted(FAMILIES)}, got {shortened(model_type)}"
+        )
     return FAMILIES[model_type]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from jax_w4a8.checkpoint import CheckpointError
+from jax_w4a8.checkpoint.errors import shortened
 from jax_w4a8.experts.base import Activation
 
+#: No size of a model comes near; larger numbers would overflow where sizes are multiplied or kept in 32 bits.
+LARGEST_INTEGER = 2**31 - 1
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -36,20 +40,27 @@ class Fields:
     def error(self, name: str, expected: str) -> CheckpointError:
         """An error about the value of a field."""
         return CheckpointError(
-            f"{self._where}: {self._prefix}{name} must be {expected}, got {self.get(name)!r}"
+            f"{self._where}: {self._prefix}{name} must be {expected}, got {shortened(self.get(name))}"
         )
 
     def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
         """An integer of at least ``minimum``."""
-        value = self._value(name, default, f"an integer of at least {minimum}")
+        expected = f"an integer of at least {minimum}"
+        value = self._value(name, default, expected)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise self.error(name, f"an integer of at least {minimum}")
+            raise self.error(name, expected)
+        if value > LARGEST_INTEGER:
+            raise self.error(name, f"an integer of at most {LARGEST_INTEGER}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive number."""
+        """A positive number, not infinite."""
         value = self._value(name, default, "a positive number")
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not 0 < value <= sys.float_info.max
+        ):
             raise self.error(name, "a positive number")
         return float(value)
 
@@ -68,7 +79,9 @@ class Fields:
         """A list of non-negative integers; absent means empty, a single integer a list of one."""
         value = self.get(name)
         values = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values):
+        if not all(isinstance(v, int) and not isinstance(v, bool) for v in values) or not all(
+            0 <= v <= LARGEST_INTEGER for v in values
+        ):
             raise self.error(name, "non-negative integers")
         return tuple(values)
 
@@ -85,7 +98,7 @@ class Fields:
     def activation(self, name: str) -> Activation:
         """The activation of gated MLPs."""
         value = self.get(name)
-        if value not in _ACTIVATIONS:
+        if not isinstance(value, str) or value not in _ACTIVATIONS:
             raise self.error(name, f"one of {sorted(_ACTIVATIONS)}")
         return Activation(_ACTIVATIONS[value])
 

@@ -76,7 +76,9 @@ def read_plan(
     """
     checkpoint = Checkpoint(path, weight_only=weight_only, allow_float=allow_float)
     family = find_family(checkpoint.config.get("model_type"), checkpoint.where)
-    config = family.configure(Fields(checkpoint.config, checkpoint.where))
+    fields = Fields(checkpoint.config, checkpoint.where)
+    _check_counts(fields, len(checkpoint.files.headers))
+    config = family.configure(fields)
     config = dataclasses.replace(config, eos_token_ids=_eos_token_ids(checkpoint, config))
     return config, plan_decoder(checkpoint, config, family.names)
 
@@ -186,6 +188,13 @@ def _on_auto_axes(sharding: ExpertSharding) -> ExpertSharding:
         raise TypeError(f"sharding.mesh must be a Mesh with devices, got {type(mesh).__name__}")
     kinds = (AxisType.Auto,) * len(mesh.axis_names)
     return dataclasses.replace(sharding, mesh=Mesh(mesh.devices, mesh.axis_names, axis_types=kinds))
+
+
+def _check_counts(fields: Fields, tensors: int) -> None:
+    """Nothing is made for each layer before there can be as many: every layer has a tensor."""
+    for name in ("num_hidden_layers", "num_nextn_predict_layers"):
+        if fields.integer(name, 0, minimum=0) > tensors:
+            raise fields.error(name, f"at most the number of tensors in the files, {tensors}")
 
 
 def _eos_token_ids(checkpoint: Checkpoint, config: DecoderConfig) -> tuple[int, ...]:

@@ -10,12 +10,14 @@ import logging
 from collections.abc import Mapping
 from typing import cast
 
-from jax_w4a8.checkpoint import CheckpointError
-from jax_w4a8.models.fields import Fields
+import numpy as np
+
+from jax_w4a8.models.fields import LARGEST_INTEGER, Fields
 from jax_w4a8.models.rotary import ROTARY_KINDS, RotaryConfig, RotaryKind, yarn_scale
 
 logger = logging.getLogger(__name__)
 
+_WIDEST = 1 << 16
 _KNOWN = {
     "rope_type",
     "type",
@@ -56,8 +58,10 @@ def read_rotary(
     Raises:
       CheckpointError: a kind that isn't supported, such as ``longrope``, or a field of a wrong type or value.
     """
-    if dim % 2:
-        raise CheckpointError(f"rotary positions need an even width per head, got {dim}")
+    if dim % 2 or dim > _WIDEST:
+        raise fields.error(
+            "head_dim", f"such that rotary positions have an even width up to {_WIDEST}, not {dim}"
+        )
     rope = rope_parameters(fields)
     kind = _kind(rope)
     for where in (fields, rope):
@@ -67,13 +71,29 @@ def read_rotary(
         logger.warning("%r of rope_parameters is unknown and ignored", name)
     theta = rope.number("rope_theta", fields.number("rope_theta", default_theta))
     plain = RotaryConfig(dim, theta, interleaved=interleaved)
-    return plain if kind == "default" else _stretched(fields, rope, plain, kind)
+    rotary = plain if kind == "default" else _stretched(fields, rope, plain, kind)
+    _check_finite(rope, rotary)
+    return rotary
+
+
+def _check_finite(rope: Fields, rotary: RotaryConfig) -> None:
+    """Raises CheckpointError for parameters that no model has: positions would turn by NaN or infinity."""
+    try:
+        with np.errstate(all="ignore"):
+            frequencies = rotary.frequencies()
+        usable = np.isfinite(frequencies).all() and rotary.positions <= LARGEST_INTEGER
+    except (ArithmeticError, ValueError):
+        usable = False
+    if not usable or (rotary.kind == "dynamic" and rotary.dim <= 2):
+        raise rope.error(
+            "rope_theta", f"such that {rotary.kind} frequencies of width {rotary.dim} are finite"
+        )
 
 
 def _kind(rope: Fields) -> RotaryKind:
     name = "type" if rope.get("rope_type") is None else "rope_type"
     kind = "default" if rope.get(name) is None else rope.get(name)
-    if kind not in ROTARY_KINDS:
+    if not isinstance(kind, str) or kind not in ROTARY_KINDS:
         raise rope.error(name, f"one of {sorted(ROTARY_KINDS)}")
     return cast(RotaryKind, kind)
 

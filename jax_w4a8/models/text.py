@@ -9,6 +9,7 @@ from typing import Any
 from jax_w4a8.checkpoint import CheckpointError
 from jax_w4a8.checkpoint.gguf_file import GGUF_SUFFIX
 from jax_w4a8.checkpoint.gguf_tokenizer import load_gguf_tokenizer
+from jax_w4a8.checkpoint.tokenizer_errors import tokenizer_errors
 from jax_w4a8.models.decoder import GREEDY, Decoder
 from jax_w4a8.models.detokenizer import Detokenizer, StopStrings
 from jax_w4a8.models.generation import GenerationTimes, TokenStream
@@ -33,12 +34,14 @@ def load_tokenizer(path: str | Path) -> Any:
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory")
     file = directory / TOKENIZER_FILE
-    if not file.exists():
+    if not file.is_file():
         raise CheckpointError(f"{file} is missing: text needs the model's tokenizer")
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # what tokenizers raises for any damage is a bare Exception
-        raise CheckpointError(f"{file} can't be read as a tokenizer: {error}") from error
+    with tokenizer_errors(f"{file} can't be read as a tokenizer"):
+        tokenizer = Tokenizer.from_file(str(file))
+        # A file keeps what its writer set for batches; a prompt is neither cut off nor filled up.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    return tokenizer
 
 
 class _Row:
@@ -89,7 +92,7 @@ class TextStream:
         Raises:
           TypeError, ValueError: as :meth:`Decoder.generate`; also for stop strings that are empty or none.
         """
-        ids = _encode(tokenizer, prompt)
+        ids = encode(tokenizer, prompt)
         self._row = _Row(tokenizer, stop_strings)
         self._stream = model.stream([ids], max_new_tokens, sampling=sampling, prefill_chunk=prefill_chunk)
         self._pieces = self._decode()
@@ -153,7 +156,7 @@ def generate_texts(
       As :class:`TextStream`.
     """
     stream = model.stream(
-        [_encode(tokenizer, prompt) for prompt in prompts],
+        [encode(tokenizer, prompt) for prompt in prompts],
         max_new_tokens,
         sampling=sampling,
         prefill_chunk=prefill_chunk,
@@ -177,8 +180,14 @@ def _with_ends(stream: TokenStream) -> Iterator[tuple[Any, Any]]:
         ended = stream.ended
 
 
-def _encode(tokenizer: Any, prompt: str | Sequence[int]) -> list[int]:
-    ids = tokenizer.encode(prompt).ids if isinstance(prompt, str) else list(prompt)
+def encode(tokenizer: Any, prompt: str | Sequence[int]) -> list[int]:
+    """The ids of a prompt; ids stay as they are.
+
+    Raises:
+      ValueError: there are none, or the tokenizer fails (CheckpointError).
+    """
+    with tokenizer_errors("the tokenizer fails on the prompt"):
+        ids = tokenizer.encode(prompt).ids if isinstance(prompt, str) else list(prompt)
     if not ids:
         raise ValueError("prompt must not be empty")
     return ids
