@@ -85,9 +85,9 @@ def _draw_study(study: Study, rows: list[dict[str, Any]], seeds: int, path: Path
             ]
             label = "weights" if part == "weights" else f"{part}, {scheme}"
             look = {"color": _COLORS[part], "marker": marker, "linestyle": line if study.logarithmic else ""}
-            axes.errorbar(
-                places, medians, spread, label=label, markersize=5, capsize=3, linewidth=1.3, **look
-            )
+            beside = shift + (0.06 if scheme == "symmetric" else 0)
+            where = places if study.logarithmic else [place + beside for place in places]
+            axes.errorbar(where, medians, spread, label=label, markersize=5, capsize=3, linewidth=1.3, **look)
     if study.logarithmic:
         axes.set_xscale("log", base=10 if study.axis == "outlier" else 2)
     axes.set_xticks(places, ["channel-wise" if value == -1 else f"{value}" for value in settings])
