@@ -4,5 +4,5 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 ruff check .
 ruff format --check .
-git ls-files 'xla_ffi/*.cc' 'xla_ffi/*.h' | xargs clang-format --dry-run --Werror
+git ls-files '*.cc' '*.h' | xargs clang-format --dry-run --Werror
 mypy
