@@ -94,7 +94,7 @@ def small_signal_stack() -> None:
 @pytest.mark.parametrize(
     "run", [denied, granted_by_word_alone, small_signal_stack], ids=lambda run: run.__name__
 )
-def test_without_tile_registers_the_next_set_is_chosen(run):
+def test_without_tile_registers_the_next_set_is_chosen(run):  # [E6]
     names, chosen, result = in_process(run).split()
     assert names.split(",") == [name for name in w4a8.instruction_sets() if name != "amx_int8"]
     assert chosen == names.split(",")[0]
@@ -170,7 +170,7 @@ class TestEmulated:
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == ["portable", "portable", checksum()]
 
-    def test_on_older_ones_jaxlib_says_what_it_needs(self):
+    def test_on_older_ones_jaxlib_says_what_it_needs(self):  # [E7]
         done = emulate("Nehalem", sys.executable, "-c", "import jax_w4a8")
         assert done.returncode == 1
         assert "RuntimeError: This version of jaxlib was built using AVX instructions" in done.stderr

@@ -84,7 +84,7 @@ def test_imports_point_upwards(module):
 
 def test_nothing_private_of_jax_is_imported():
     for path in PACKAGE.rglob("*.py"):
-        assert "jax._src" not in path.read_text(), path
+        assert "jax._src" not in path.read_text(), path  # [E12]
 
 
 def test_the_picture_is_up_to_date():

@@ -69,7 +69,7 @@ def notes(caplog):
 # Loading.
 
 
-def test_a_second_load_reads_no_tensor_and_equals_the_first(checkpoint, no_reading, caplog):
+def test_a_second_load_reads_no_tensor_and_equals_the_first(checkpoint, no_reading, caplog):  # [F9]
     path, cache = checkpoint
     first = load_model(path, packed_cache=cache)
     assert_same_models(first, load_model(path))

@@ -1,5 +1,5 @@
 // Which instruction sets processors give, by what CPUID says of them, and systems, by what they
-// save.
+// save: [E6] of the known faults.
 #include "units.h"
 
 #ifndef JAX_W4A8_X86_64
