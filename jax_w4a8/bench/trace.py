@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import tempfile
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -70,7 +71,10 @@ def breakdown(compiled: Any, call: Callable[[], None], calls: int) -> Breakdown:
             for _ in range(calls):
                 call()
         file = next(Path(folder).rglob("*.xplane.pb"))
-        events = list(_operations(ProfileData.from_file(str(file))))
+        with warnings.catch_warnings():
+            # Some jaxlibs make a type at the first event, deprecated, and abort where that is an error.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            events = list(_operations(ProfileData.from_file(str(file))))
     nanoseconds: dict[str, float] = defaultdict(float)
     for name, duration in events:
         nanoseconds[part_by_operation.get(name, OTHER)] += duration
