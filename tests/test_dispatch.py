@@ -167,6 +167,8 @@ class TestEmulated:
 
     def test_the_package_on_the_oldest_processor_that_jaxlib_runs_on(self):
         done = emulate("SandyBridge", sys.executable, "-c", f"from {__name__} import report; report()")
+        if "jaxlib was built using AVX2" in done.stderr:
+            pytest.skip("this jaxlib needs AVX2 itself")
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == ["portable", "portable", checksum()]
 
