@@ -32,6 +32,7 @@ class Attention(nnx.Module):
         self.key = key
         self.value = value
         self.output = output
+        self.options = output.options  # the map may be wrapped, as by LoRA
         self.query_norm = query_norm
         self.key_norm = key_norm
         self.sinks = None if sinks is None else nnx.Param(sinks)
@@ -62,7 +63,7 @@ class Attention(nnx.Module):
     def pair(self) -> PairCache:
         """How keys and values are kept."""
         config = self.config
-        return PairCache(config.num_kv_heads, config.head_dim, config.head_dim, self.output.options)
+        return PairCache(config.num_kv_heads, config.head_dim, config.head_dim, self.options)
 
     def _project(self, x: jax.Array, span: Span) -> tuple[jax.Array, jax.Array, jax.Array]:
         config = self.config

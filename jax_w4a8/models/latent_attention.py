@@ -100,6 +100,7 @@ class LatentAttention(nnx.Module):
         self.latent_norm = latent_norm
         self.latent_up = latent_up
         self.output = output
+        self.options = output.options  # the map may be wrapped, as by LoRA
 
     def __call__(self, x: jax.Array, cache: LayerCache, span: Span) -> tuple[jax.Array, LayerCache]:
         """Attention of a span's tokens over the cache and themselves.
@@ -135,4 +136,4 @@ class LatentAttention(nnx.Module):
     def pair(self) -> PairCache:
         """How latent vectors are kept."""
         config = self.config
-        return PairCache(1, config.rank + config.rope_dim, config.rank, self.output.options)
+        return PairCache(1, config.rank + config.rope_dim, config.rank, self.options)

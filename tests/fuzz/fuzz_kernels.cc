@@ -304,6 +304,8 @@ void FuzzMatmul(Bytes& bytes) {
     };
     const Array<Panel> panel = MakeArray<Panel>(1, filling);
     const Array<int8_t> tiles = MakeArray<int8_t>(kMostRows * groups.inputs(), filling);
+    const Array<int32_t> starts =
+        MakeArray<int32_t>(kMostRows * groups.inputs() / kChunkInputs, filling);
     MatmulArgs args = {};
     args.weights = stack.first();
     args.rows = q.rows;
@@ -318,9 +320,10 @@ void FuzzMatmul(Bytes& bytes) {
     args.out_columns = columns;
     args.activation = activated ? &activation : nullptr;
     args.row_tiles = tiles.get();
+    args.row_starts = starts.get();
     args.panel = panel[0].bytes;
     args.state = state.get();
-    if (kernels.arrange_rows) kernels.arrange_rows(args);
+    kernels.arrange_rows(args);
     kernels.matmul(args);
     // Columns of the blocks asked for are results; whatever else is in `out` must be as it was.
     const int64_t first = block_begin / (activated ? 2 : 1) * kBlockChannels;
