@@ -154,8 +154,9 @@ def test_ctrl_c_ends_the_command_line(moment):
     terminal, other = pty.openpty()
     before = termios.tcgetattr(other)
     command = [sys.executable, "-m", "jax_w4a8", "generate", "--prompt", PROMPT, "--max-new-tokens", "900"]
-    listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(command, stdin=other, stdout=other, stderr=other, cwd=ROOT, preexec_fn=listen)
+    heard = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored ones are inherited
+    process = subprocess.Popen(command, stdin=other, stdout=other, stderr=other, cwd=ROOT)
+    signal.signal(signal.SIGINT, heard)
     try:
         text = read_terminal(
             terminal, lambda text: PROMPT in text and len(text.partition(PROMPT)[2]) >= enough
