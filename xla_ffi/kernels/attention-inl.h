@@ -7,9 +7,9 @@
 // of two. So a row's bits depend neither on the rows beside it nor on how the work is split.
 
 template <class V>
-constexpr int kAttendRows = V::kTileRows >= 6 ? 8 : 4;
+constexpr int kAttendRows = V::kRegisters >= 32 ? 8 : 4;
 template <class V>
-constexpr int kAttendVectors = V::kTileRows >= 6 ? 2 : 1;
+constexpr int kAttendVectors = V::kRegisters >= 32 ? 2 : 1;
 
 constexpr float kLowestScore = -0x1p100f;
 constexpr float kMaskedScore = -0x1p120f;

@@ -3,6 +3,7 @@
 struct Avx2 {
   static constexpr int kTileRows = 3;
   static constexpr int kPeakChains = 4;
+  static constexpr int kRegisters = 8;
   static constexpr bool kNarrowSums = true;
 
   struct F {

@@ -4,6 +4,7 @@
 struct Avx512 {
   static constexpr int kTileRows = 12;
   static constexpr int kPeakChains = 16;
+  static constexpr int kRegisters = 32;
   static constexpr bool kNarrowSums = false;
 
   using F = __m512;

@@ -3,6 +3,8 @@
 
 // All but products, which differ between instruction sets.
 struct NeonBase {
+  static constexpr int kRegisters = 8;
+
   struct F {
     float32x4_t quarter[4];
   };

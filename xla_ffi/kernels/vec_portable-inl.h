@@ -4,6 +4,7 @@
 struct Portable {
   static constexpr int kTileRows = 2;    // rows of the largest tile
   static constexpr int kPeakChains = 2;  // independent sums that hide a dot product's latency
+  static constexpr int kRegisters = 8;   // logical vectors that registers have room for
 
   struct F {
     float lane[kBlockChannels];
