@@ -172,9 +172,8 @@ class Attention {
 bool RunAttend(const AttendCall& call, const Kernels& kernels, Team& team) {
   if (call.batch == 0 || call.tokens == 0 || call.heads == 0) return true;
   Attention attention(call, kernels, team);
-  const Scratch scratch(attention.LayOut(ScratchLayout()));
+  const Scratch scratch([&](ScratchLayout layout) { return attention.LayOut(layout); });
   if (!scratch.data()) return false;
-  attention.LayOut(ScratchLayout(scratch.data()));
   attention.Run();
   return true;
 }

@@ -154,16 +154,14 @@ bool RunLinear(const LinearCall& call, const Kernels& kernels, Team& team) {
   float* floats = nullptr;
   int32_t* order = nullptr;
   TileScratch tiles;
-  const auto lay_out = [&](ScratchLayout layout) {
+  const Scratch scratch([&](ScratchLayout layout) {
     q = TakeQuantizedRows(layout, call.rows, w);
     floats = layout.Take<float>(team.threads() * floats_stride);
     order = layout.Take<int32_t>(call.rows);
     tiles = TileScratch(layout, team.threads(), w.inputs());
     return layout.size();
-  };
-  const Scratch scratch(lay_out(ScratchLayout()));
+  });
   if (!scratch.data()) return false;
-  lay_out(ScratchLayout(scratch.data()));
 
   ForRanges(team, call.rows, call.features / 4, [&](int64_t begin, int64_t end, int worker) {
     QuantizeRange(kernels, call.dtype, call.x, call.features, nullptr, call.symmetric, begin, end,

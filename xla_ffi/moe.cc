@@ -125,9 +125,8 @@ bool RunMoe(const MoeCall& call, const Kernels& kernels, Team& team) {
     if (call.y) part.y = static_cast<char*>(call.y) + static_cast<size_t>(begin) * row_bytes;
     if (call.slots) part.slots += begin * call.top_k * call.hidden;
     Pass pass(part, kernels, team);
-    const Scratch scratch(pass.LayOut(ScratchLayout()));
+    const Scratch scratch([&](ScratchLayout layout) { return pass.LayOut(layout); });
     if (!scratch.data()) return false;
-    pass.LayOut(ScratchLayout(scratch.data()));
     pass.Run();
   }
   return true;

@@ -5,6 +5,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include <utility>
+
 #include "sanitizers.h"
 
 namespace jax_w4a8 {
@@ -43,6 +45,12 @@ class ScratchLayout {
 class Scratch {
  public:
   explicit Scratch(size_t bytes);
+  // A block of what `lay_out` adds up to in the layout that it is called with; where there is
+  // memory, it is called again and hands out the parts.
+  template <class LayOut, class = decltype(std::declval<const LayOut&>()(ScratchLayout()))>
+  explicit Scratch(const LayOut& lay_out) : Scratch(static_cast<size_t>(lay_out(ScratchLayout()))) {
+    if (data_) lay_out(ScratchLayout(data_));
+  }
   ~Scratch();
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
