@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from resident import MIB, Residence
+from verdict import report
 
 import jax_w4a8 as w4a8
 
@@ -149,10 +150,7 @@ def main() -> int:
     if arguments.compiles >= SIDE**2:
         parser.error(f"--compiles must be below {SIDE**2}, got {arguments.compiles}")
     found = compare(arguments.compiles, arguments.every)
-    print(json.dumps(found, indent=1))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-    return 1 if found["faults"] else 0
+    return report(found, arguments.json)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import json
 import random
 import sys
 import threading
@@ -34,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from resident import MIB, Residence
+from verdict import report
 
 import jax_w4a8 as w4a8
 
@@ -250,10 +250,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write what happened here too")
     arguments = parser.parse_args()
     found = soak(arguments)
-    print(json.dumps(found, indent=1))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-    return 1 if found["faults"] else 0
+    return report(found, arguments.json)
 
 
 if __name__ == "__main__":

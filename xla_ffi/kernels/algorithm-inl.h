@@ -388,7 +388,7 @@ static JAX_W4A8_INLINE void AddChunk(Source& source, const int8_t* codes, Sum (&
   }
 }
 
-// Adds a range of inputs to the totals of the R rows whose state is given. Sums of a group that
+// Adds a range of inputs to the totals of the R rows from `row` on. Sums of a group that
 // goes on behind the range are left there too.
 //
 // Registers, AVX-512: R = 12 takes 24 accumulators, 4 weights and a few broadcasts of 32. Totals
