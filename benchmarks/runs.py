@@ -60,7 +60,7 @@ RUNS: dict[str, Run] = {
     ),
     "peer-zentorch": Run(
         "peer-zentorch",
-        f"{_QWEN} --group-size 128 {_BOTH} --peer zentorch --repetitions 5",
+        f"{_QWEN} --group-size 128 {_BOTH} --peer zentorch --layers 6 --repetitions 5",
         "Against zentorch",
         plot=True,
     ),

@@ -48,7 +48,13 @@ def _arguments(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def test_figures_follow_from_time_and_sizes(monkeypatch):
+def test_models_and_batch_sizes_that_others_publish_are_there():  # [F10] [F12]
+    defaults = _arguments()
+    assert {1, 16, 1024} <= set(defaults.tokens)
+    assert {"qwen3-30b-a3b", "gpt-oss-20b", "olmoe", "mixtral-8x7b"} <= set(shapes.SHAPES)
+
+
+def test_figures_follow_from_time_and_sizes(monkeypatch):  # [F5]
     layers = TINY.layers(2)
     bench = measure.Bench(TINY, [Native().load(TINY, layers, 1)], 2, 1, FixedLimits())
     ticks = iter(np.arange(100) * 1.0)

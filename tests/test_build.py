@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,12 @@ def test_only_the_typed_stable_ffi_is_used():  # [E2] [E3]
 def test_the_build_brings_the_headers_along():  # [E4]
     assert re.search(r'requires = \[.*"jaxlib==', (ROOT / "pyproject.toml").read_text())
     assert "FATAL_ERROR" in CMAKE
+
+
+def test_no_wheel_is_built_where_there_is_no_jaxlib():  # [E10]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "*-musllinux_*" in settings["tool"]["cibuildwheel"]["skip"]
+    assert "musl (Alpine)" in (ROOT / "docs/installing.md").read_text()
 
 
 def test_flags_of_an_instruction_set_stay_with_its_file():  # [E5]

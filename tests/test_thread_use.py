@@ -5,6 +5,7 @@ Marks such as [F3] in comments are numbers of the project's list of known faults
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import time
 from pathlib import Path
@@ -67,11 +68,69 @@ def test_nothing_spins_between_calls():  # [F6]
 
 
 @pytest.mark.parametrize(("tokens", "top_k"), [*itertools.product([1, 100], [1, 2])])
-def test_a_layer_is_one_call(tokens, top_k):  # [F11]
+def test_a_layer_is_one_call(tokens, top_k):  # [F11] [F2]
     layer, batch = random_layer(2).packed(), random_batch(tokens, top_k=top_k)
     text = jax.jit(w4a8.fused_experts).lower(*batch, layer).as_text()
     assert text.count("custom_call @jax_w4a8") == 1
-    assert "stablehlo.dot" not in text
+    for copying in ("dot", "gather", "concatenate", "sort", "scatter"):
+        assert f"stablehlo.{copying}" not in text
+
+
+def test_tokens_are_not_copied_for_each_of_their_experts():  # [F2]
+    tokens, hidden, top_k = 512, 1024, 8
+    layer = random_layer(3, 8, hidden, 32, 128).packed()
+    w4a8.release_scratch()
+    sizes = []
+    for k in (1, top_k):
+        batch = random_batch(tokens, hidden, 8, k)
+        compiled.fused_experts(*batch, layer).block_until_ready()
+        sizes.append(w4a8.release_scratch())
+    # What grows with top_k is a slot's own: its f32 output, its inner row, its place in the order.
+    assert sizes[1] - sizes[0] < (top_k - 1) * tokens * (4 * hidden + 32 * 8 + 64)
+    assert sizes[1] > sizes[0] > tokens * hidden
+
+
+def check_a_call_needs_no_interpreter() -> None:
+    layer, batch = random_layer(4, 4, 1024, 1024, 128).packed(), random_batch(2048, 1024, 4)
+    jax.block_until_ready(compiled.fused_experts(*batch, layer))
+    hold_lock = ctypes.PyDLL(None).usleep  # PyDLL keeps the interpreter's lock, and this call does nothing else
+    y = compiled.fused_experts(*batch, layer)
+    assert not y.is_ready(), "it is to run while the lock is held"
+    for _ in range(200):
+        hold_lock(100_000)
+        if y.is_ready():
+            return
+    raise AssertionError("the call waits for the interpreter's lock")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="wants a C library with usleep")
+def test_a_call_needs_no_interpreter():  # [E11]
+    in_process(check_a_call_needs_no_interpreter, NPROC="4")
+
+
+def _page_faults() -> dict[str, int]:
+    """Pages that each thread of this process was the first to touch."""
+    stats = {task.name: (task / "stat").read_text() for task in Path("/proc/self/task").iterdir()}
+    return {name: int(text.rpartition(")")[2].split()[7]) for name, text in stats.items()}
+
+
+def check_packed_pages_are_touched_by_several_threads() -> None:
+    codes = np.zeros((16, 2048, 2048), np.int8)
+    w13 = w4a8.QuantizedTensor(codes, np.ones((16, 2048, 16), np.float32), 128)
+    w2 = w4a8.QuantizedTensor(codes[:, :, :1024], np.ones((16, 2048, 8), np.float32), 128)
+    for _ in range(10):
+        before = _page_faults()
+        packed = w4a8.pack_experts(w13, w2)
+        found = sorted(count - before.get(task, 0) for task, count in _page_faults().items())
+        del packed
+        if found[-2] > sum(found) / 8:
+            return
+    raise AssertionError(f"one thread touches nearly all pages: {found}")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads' page faults in /proc")
+def test_packed_pages_are_touched_by_several_threads():  # [F7]
+    in_process(check_packed_pages_are_touched_by_several_threads, NPROC="4")
 
 
 def test_no_other_thread_library_is_linked():  # [E8]

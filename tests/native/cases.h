@@ -37,9 +37,10 @@ struct Case {
 
 using Cases = std::vector<Case>;
 
-void AddKernelCases(Cases& cases);   // every member of Kernels
-void AddLayerCases(Cases& cases);    // linear maps and whole expert calls
-void AddPackingCases(Cases& cases);  // weights to the packed layout
+void AddKernelCases(Cases& cases);     // every member of Kernels
+void AddLayerCases(Cases& cases);      // linear maps and whole expert calls
+void AddAttentionCases(Cases& cases);  // attention over a cache
+void AddPackingCases(Cases& cases);    // weights to the packed layout
 
 }  // namespace jax_w4a8
 

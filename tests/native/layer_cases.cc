@@ -1,57 +1,14 @@
-// Cases of linear maps and whole expert calls, alone and with threads that come with other floating
-// point states.
+// Cases of linear maps and whole expert calls.
 #include <math.h>
-
-#include <thread>
 
 #include "cases.h"
 #include "matmul.h"
 #include "moe.h"
 #include "operands.h"
-#include "parallel.h"
-
-#if defined(__SSE2__) || defined(_M_X64)
-#include <xmmintrin.h>
-#endif
+#include "team.h"
 
 namespace jax_w4a8 {
 namespace {
-
-// As XLA's threads do.
-void FlushSubnormals() {
-#if defined(__SSE2__) || defined(_M_X64)
-  _mm_setcsr(_mm_getcsr() | 0x8040);
-#elif defined(__aarch64__)
-  __asm__ volatile("msr fpcr, %0" : : "r"(uint64_t{1} << 24));
-#endif
-}
-
-// A thread for each task; all have ended when it ends.
-class Threads {
- public:
-  ~Threads() {
-    for (std::thread& thread : threads_) thread.join();
-  }
-  Schedule schedule() {
-    return [this](std::function<void()> task) {
-      threads_.emplace_back([task = std::move(task)] {
-        FlushSubnormals();
-        task();
-      });
-    };
-  }
-
- private:
-  std::vector<std::thread> threads_;
-};
-
-// Calls run(team) with a team of that many.
-template <class Run>
-void WithTeam(int threads, const Run& run) {
-  Threads helpers;
-  Team team(helpers.schedule(), threads);
-  run(team);
-}
 
 std::vector<int32_t> RandomIds(Random& random, int64_t count, int64_t experts) {
   std::vector<int32_t> ids(static_cast<size_t>(count));

@@ -44,6 +44,7 @@ Cases AllCases() {
   Cases cases;
   AddKernelCases(cases);
   AddLayerCases(cases);
+  AddAttentionCases(cases);
   AddPackingCases(cases);
   return cases;
 }

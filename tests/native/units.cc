@@ -24,6 +24,7 @@ int main() {
   TestTileModel();
   TestTilesOfProcessor();
   TestCpuDecisions();
+  TestWeights();
   printf("%d checks, %d failures\n", checks, failures);
   return failures ? 1 : 0;
 }

@@ -12,6 +12,7 @@ void Expect(bool so, const std::string& what);
 void TestTileModel();         // against its definition: what faults, and a product written out
 void TestTilesOfProcessor();  // against the model, in threads and forks
 void TestCpuDecisions();      // which instruction sets a processor and a system give
+void TestWeights();           // codes of float weights, against divisions
 
 }  // namespace jax_w4a8
 

@@ -52,18 +52,39 @@ static inline float LargestOf(const void* weights, int64_t n) {
   return FlushSubnormal(Format::ToFloat(largest));
 }
 
-// stored[i] = code of weights[i] plus 8.
-template <class Format, bool kFlush>
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+// weight / scale, correctly rounded, for the reciprocal of the scale that is: at a sixth of what a
+// division takes, each step removes what the remainder shows. The first leaves less than one unit
+// in the last place, from which the second gives the right result (Markstein, "Computation of
+// elementary functions on the IBM RISC System/6000 processor", 1990). Remainders must not
+// underflow where a code depends on them: kLeastQuick is far above that.
+static inline float Quotient(float weight, float scale, float reciprocal) {
+  const float first = weight * reciprocal;
+  const float second = __builtin_fmaf(__builtin_fmaf(-first, scale, weight), reciprocal, first);
+  return __builtin_fmaf(__builtin_fmaf(-second, scale, weight), reciprocal, second);
+}
+#else
+static inline float Quotient(float weight, float scale, float /*reciprocal*/) {
+  return weight / scale;
+}
+#endif
+constexpr float kLeastQuick = 0x1p-90f;
+
+// stored[i] = code of weights[i] plus 8. `kSmall`: next to such a scale subnormal weights count, and
+// Quotient isn't exact.
+template <class Format, bool kSmall>
 static inline void QuantizeAll(const void* weights, int64_t n, float scale, uint8_t* stored) {
   using Bits = typename Format::Bits;
   // Added to a small float, rounds it to a whole number (halves to even), with 8 more in the lowest
   // bits.
   constexpr float kRounder = 0x1.8p+23f + kCodeOffset;
   constexpr uint8_t kMost = 7 + kCodeOffset;
+  const float reciprocal = 1.0f / scale;
   for (int64_t i = 0; i < n; ++i) {
-    float weight = Format::ToFloat(BitsAt<Bits>(weights, i));
-    if (kFlush) weight = FlushSubnormal(weight);
-    const uint8_t code = static_cast<uint8_t>(BitsOf(weight / scale + kRounder) & 0xffu);
+    const float weight = Format::ToFloat(BitsAt<Bits>(weights, i));
+    const float quotient =
+        kSmall ? FlushSubnormal(weight) / scale : Quotient(weight, scale, reciprocal);
+    const uint8_t code = static_cast<uint8_t>(BitsOf(quotient + kRounder) & 0xffu);
     stored[i] = code < kMost ? code : kMost;
   }
 }
@@ -71,8 +92,7 @@ static inline void QuantizeAll(const void* weights, int64_t n, float scale, uint
 template <class Format>
 static inline int32_t QuantizeOf(const void* weights, int64_t n, float scale, uint32_t* runs) {
   alignas(64) uint8_t stored[kMostWeights];
-  // Next to a larger scale a subnormal weight rounds to 0 all by itself.
-  if (scale > 0x1p-120f) {
+  if (scale > kLeastQuick) {
     QuantizeAll<Format, false>(weights, n, scale, stored);
   } else {
     QuantizeAll<Format, true>(weights, n, scale, stored);
