@@ -92,13 +92,13 @@ static inline void QuantizeAll(const void* weights, int64_t n, float scale, uint
 template <class Format>
 static inline int32_t QuantizeOf(const void* weights, int64_t n, float scale, uint32_t* runs) {
   alignas(64) uint8_t stored[kMostWeights];
+  const int64_t count = (n + kRunInputs - 1) / kRunInputs;
+  if (count > 0) memset(stored + (count - 1) * kRunInputs, kCodeOffset, kRunInputs);
   if (scale > kLeastQuick) {
     QuantizeAll<Format, false>(weights, n, scale, stored);
   } else {
     QuantizeAll<Format, true>(weights, n, scale, stored);
   }
-  const int64_t count = (n + kRunInputs - 1) / kRunInputs;
-  for (int64_t i = n; i < count * kRunInputs; ++i) stored[i] = kCodeOffset;
   int32_t sum = 0;
   for (int64_t i = 0; i < count * kRunInputs; ++i) sum += stored[i];
   for (int64_t run = 0; run < count; ++run) {
