@@ -2,6 +2,8 @@
 
 #include <string.h>
 
+#include <algorithm>
+
 #include "float_env.h"
 #include "kernels/kernels.h"
 #include "kernels/scalar.h"
@@ -13,7 +15,7 @@ namespace {
 constexpr uint64_t kBytes = 0x0101010101010101u;
 constexpr uint32_t kZeroCodes = 0x88888888u;  // eight stored codes of value 0
 // Inputs that one channel writes before the next has its turn: 16 KiB of a block.
-constexpr int64_t kSpanInputs = kMostWeights;
+constexpr int64_t kSpanInputs = 2048;
 
 // Loads and stores of any alignment.
 template <class T>
@@ -40,6 +42,18 @@ const T* Offset(const T* array, int64_t elements) {
                                     elements * static_cast<int64_t>(sizeof(T)));
 }
 
+// Asks for memory that will be read or written soon. Channels and blocks are far apart: processors
+// don't see by themselves what comes next.
+template <bool kWrite>
+void Fetch(const void* begin, int64_t bytes) {
+#if defined(__GNUC__) || defined(__clang__)
+  constexpr int64_t kLine = 64;
+  const char* line = static_cast<const char*>(begin);
+  for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(line + i, kWrite);
+  __asm__ volatile("");  // GCC drops calls of functions that do nothing but prefetch
+#endif
+}
+
 // Eight stored codes (0..15, the first in the lowest byte) as the four bytes of a run.
 uint32_t Join(uint64_t stored) {
   return static_cast<uint32_t>(stored) | static_cast<uint32_t>(stored >> 28);
@@ -57,16 +71,38 @@ void FillRuns(int64_t runs, uint8_t* out) {
 
 int64_t Runs(int64_t inputs) { return (inputs + kRunInputs - 1) / kRunInputs; }
 
-// Sources: Put(row, first, count, scale, out) writes four bytes of each run of inputs [first, first
-// + count) of a row, the first at `out`, and returns the sum of their codes. `first` is a multiple
-// of kRunInputs; count is at most kSpanInputs, and all have one scale.
+// Sources: Put(row, first, groups, out) writes four bytes of each run of the inputs [first, first +
+// groups.count) of a row, the first at `out`, and the sums of their groups' codes. `first` is a
+// multiple of kRunInputs; groups.count is at most kMostWeights. Ahead(row, first, count) fetches
+// what such a Put will read.
+
+// Calls put(begin, count) for each group of inputs, which returns the sum of its codes.
+template <class Put>
+void ForGroups(const WeightGroups& groups, const Put& put) {
+  for (int64_t begin = 0, group = 0; begin < groups.count; begin += groups.width, ++group) {
+    groups.sums[group] = put(begin, std::min(groups.width, groups.count - begin));
+  }
+}
 
 class CodeSource {
  public:
   explicit CodeSource(const PackRows<int8_t>& rows) : rows_(rows) {}
 
-  int32_t Put(int64_t row, int64_t first, int64_t count, float /*scale*/, uint8_t* out) {
+  void Put(int64_t row, int64_t first, const WeightGroups& groups, uint8_t* out) {
     const int8_t* codes = rows_.data + row * rows_.stride + first;
+    ForGroups(groups, [&](int64_t begin, int64_t count) {
+      return PutGroup(codes + begin, count, out + begin / kRunInputs * kRunBytes);
+    });
+  }
+
+  void Ahead(int64_t row, int64_t first, int64_t count) const {
+    Fetch<false>(rows_.data + row * rows_.stride + first, count);
+  }
+
+  bool valid() const { return (seen_ & (0xf0 * kBytes)) == 0; }
+
+ private:
+  int32_t PutGroup(const int8_t* codes, int64_t count, uint8_t* out) {
     int32_t sum = 0;
     uint64_t seen = 0;
     const int64_t whole = count / kRunInputs * kRunInputs;
@@ -82,9 +118,6 @@ class CodeSource {
     return sum - kCodeOffset * static_cast<int32_t>(Runs(count) * kRunInputs);
   }
 
-  bool valid() const { return (seen_ & (0xf0 * kBytes)) == 0; }
-
- private:
   static int32_t PutRun(uint64_t codes, uint64_t* seen, uint8_t* out) {
     // Adds 8 to each byte, without carries between them.
     const uint64_t stored =
@@ -102,8 +135,22 @@ class WordSource {
  public:
   explicit WordSource(const PackRows<int32_t>& rows) : rows_(rows) {}
 
-  int32_t Put(int64_t row, int64_t first, int64_t count, float /*scale*/, uint8_t* out) {
+  void Put(int64_t row, int64_t first, const WeightGroups& groups, uint8_t* out) {
     const int32_t* words = Offset(rows_.data, row * rows_.stride + first / kRunInputs);
+    ForGroups(groups, [&](int64_t begin, int64_t count) {
+      const int64_t run = begin / kRunInputs;
+      return PutGroup(Offset(words, run), count, out + run * kRunBytes);
+    });
+  }
+
+  void Ahead(int64_t row, int64_t first, int64_t count) const {
+    Fetch<false>(Offset(rows_.data, row * rows_.stride + first / kRunInputs), count / 2);
+  }
+
+  static bool valid() { return true; }
+
+ private:
+  static int32_t PutGroup(const int32_t* words, int64_t count, uint8_t* out) {
     int32_t sum = 0;
     const int64_t whole = count / kRunInputs;
     for (int64_t i = 0; i < whole; ++i) sum += PutRun(Word(words, i), out + i * kRunBytes);
@@ -114,9 +161,6 @@ class WordSource {
     return sum - kCodeOffset * static_cast<int32_t>(Runs(count) * kRunInputs);
   }
 
-  static bool valid() { return true; }
-
- private:
   static uint32_t Word(const int32_t* words, int64_t index) {
     return static_cast<uint32_t>(At(words, index));
   }
@@ -144,16 +188,14 @@ class FloatSource {
     return target == DType::kBF16 ? FloatOfBF16(BF16Of(scale)) : scale;
   }
 
-  int32_t Put(int64_t row, int64_t first, int64_t count, float scale, uint8_t* out) {
-    const int64_t runs = Runs(count);
-    if (!(scale > 0)) {
-      FillRuns(runs, out);
-      return 0;
-    }
-    uint32_t packed[kSpanInputs / kRunInputs];
-    const int32_t sum = kernels_.quantize(dtype_, Weights(row, first), count, scale, packed);
-    for (int64_t run = 0; run < runs; ++run) Store(out + run * kRunBytes, packed[run]);
-    return sum;
+  void Put(int64_t row, int64_t first, const WeightGroups& groups, uint8_t* out) {
+    uint32_t packed[kMostWeights / kRunInputs];
+    kernels_.quantize(dtype_, Weights(row, first), groups, packed);
+    for (int64_t run = 0; run < Runs(groups.count); ++run) Store(out + run * kRunBytes, packed[run]);
+  }
+
+  void Ahead(int64_t row, int64_t first, int64_t count) const {
+    Fetch<false>(Weights(row, first), count * static_cast<int64_t>(SizeOf(dtype_)));
   }
 
   static bool valid() { return true; }  // what isn't finite shows in the scales
@@ -207,7 +249,7 @@ class BlockPacker {
     if (width <= kSpanInputs) {
       const int64_t step = kSpanInputs / width;
       for (int64_t group = 0; group < target_.groups; group += step) {
-        const int64_t end = group + step < target_.groups ? group + step : target_.groups;
+        const int64_t end = std::min(group + step, target_.groups);
         for (int64_t c = 0; c < kBlockChannels; ++c) FillGroups(c, group, end);
       }
     } else {
@@ -222,13 +264,12 @@ class BlockPacker {
     const int64_t width = target_.group_width;
     // All scales before all codes: neither has to wait for the other then.
     float scale[kSpanInputs / kChunkInputs];
+    int32_t sum[kSpanInputs / kChunkInputs] = {};
     for (int64_t group = begin; group < end; ++group) {
       scale[group - begin] = PutScale(channel, group);
     }
-    for (int64_t group = begin; group < end; ++group) {
-      const float one = scale[group - begin];
-      Add(channel, PutCodes(channel, group * width, (group + 1) * width, one), one);
-    }
+    PutCodes(channel, begin * width, end * width, scale, sum);
+    for (int64_t i = 0; i < end - begin; ++i) Add(channel, sum[i], scale[i]);
   }
 
   void FillWideGroup(int64_t group) {
@@ -238,8 +279,9 @@ class BlockPacker {
     int32_t sum[kBlockChannels] = {};
     for (int64_t c = 0; c < kBlockChannels; ++c) scale[c] = PutScale(c, group);
     for (int64_t i = begin; i < end; i += kSpanInputs) {
-      const int64_t stop = i + kSpanInputs < end ? i + kSpanInputs : end;
-      for (int64_t c = 0; c < kBlockChannels; ++c) sum[c] += PutCodes(c, i, stop, scale[c]);
+      for (int64_t c = 0; c < kBlockChannels; ++c) {
+        PutCodes(c, i, std::min(i + kSpanInputs, end), &scale[c], &sum[c]);
+      }
     }
     for (int64_t c = 0; c < kBlockChannels; ++c) Add(c, sum[c], scale[c]);
   }
@@ -252,19 +294,48 @@ class BlockPacker {
     return scale;
   }
 
-  // Returns the sum of codes.
-  int32_t PutCodes(int64_t channel, int64_t begin, int64_t end, float scale) {
+  // Inputs [begin, end): whole groups, the first of which has scale[0], or part of one. Adds the
+  // sums of their codes to `sum`.
+  void PutCodes(int64_t channel, int64_t begin, int64_t end, const float* scale, int32_t* sum) {
+    const int64_t width = target_.group_width;
+    for (int64_t piece = begin; piece < end;) {
+      const int64_t group = (piece - begin) / width;
+      int64_t stop = std::min(piece + kMostWeights, begin + (group + 1) * width);
+      if (width <= kMostWeights) stop = piece + kMostWeights / width * width;  // several groups
+      stop = std::min(stop, end);
+      PutPiece(channel, piece, stop, scale + group, sum + group);
+      piece = stop;
+    }
+  }
+
+  void PutPiece(int64_t channel, int64_t begin, int64_t end, const float* scale, int32_t* sum) {
+    FetchAhead(channel, begin, end);
     uint8_t* out = target_.codes + block_ * target_.codes_stride + begin / kRunInputs * kRunBytes +
                    channel * (kRunBytes / kBlockChannels);
-    const int64_t last = end < target_.inputs ? end : target_.inputs;
+    const int64_t last = std::min(end, target_.inputs);
     const int64_t present = channel < channels_ && last > begin ? last - begin : 0;
-    int32_t sum = 0;
     if (present > 0) {
-      sum = source_.Put(block_ * kBlockChannels + channel, begin, present, scale, out);
+      const int64_t width = std::min(target_.group_width, end - begin);
+      int32_t sums[kMostWeights / kChunkInputs];
+      source_.Put(block_ * kBlockChannels + channel, begin, {present, width, scale, sums}, out);
+      for (int64_t i = 0; i * width < present; ++i) sum[i] += sums[i];
     }
     const int64_t filled = Runs(present);
     FillRuns((end - begin) / kRunInputs - filled, out + filled * kRunBytes);
-    return sum;
+  }
+
+  // What the next channel reads, and a channel's share of what the next block writes.
+  void FetchAhead(int64_t channel, int64_t begin, int64_t end) const {
+    const int64_t last = std::min(end, target_.inputs);
+    if (channel + 1 < channels_ && last > begin) {
+      source_.Ahead(block_ * kBlockChannels + channel + 1, begin, last - begin);
+    }
+    if (block_ + 1 < target_.blocks) {
+      const int64_t bytes = (end - begin) / 2;  // of a channel
+      Fetch<true>(target_.codes + (block_ + 1) * target_.codes_stride +
+                      begin * kBlockChannels / 2 + channel * bytes,
+                  bytes);
+    }
   }
 
   // Product and sum are rounded each (the file is compiled without contraction), as numpy does.

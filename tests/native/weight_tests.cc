@@ -16,7 +16,8 @@
 namespace jax_w4a8 {
 namespace {
 
-constexpr int kNeighbours = 5;  // floats on each side
+constexpr int kNeighbours = 1;    // floats on each side
+constexpr int64_t kGroup = 128;
 
 // All floats next to a half or whole multiple of `scale` that quantisation may meet.
 std::vector<float> HardWeights(float scale) {
@@ -38,24 +39,32 @@ int CodeOf(float weight, float scale) {
   return static_cast<int>(std::min(rintf(quotient), 7.0f));
 }
 
-// How many codes differ, and 1 if their sum does.
-int Differences(const WeightKernels& kernels, float scale) {
-  const std::vector<float> weights = HardWeights(scale);
+// How many codes of groups of these scales differ, and sums of groups.
+int Differences(const WeightKernels& kernels, const std::vector<float>& scales) {
+  std::vector<float> weights;
+  for (const float scale : scales) {
+    std::vector<float> hard = HardWeights(scale);
+    hard.resize(kGroup, 0.0f);
+    weights.insert(weights.end(), hard.begin(), hard.end());
+  }
+  weights.resize(weights.size() - 5);  // the last group lacks some
   const auto count = static_cast<int64_t>(weights.size());
   std::vector<uint32_t> runs(weights.size() / kRunInputs + 1);
-  const int32_t sum = kernels.quantize(DType::kF32, weights.data(), count, scale, runs.data());
+  std::vector<int32_t> sums(scales.size()), expected_sums(scales.size());
+  kernels.quantize(DType::kF32, weights.data(), {count, kGroup, scales.data(), sums.data()},
+                   runs.data());
   int differences = 0;
-  int32_t expected_sum = 0;
   for (int64_t i = 0; i < count; ++i) {
     // Byte b of a run holds input b in its low half and input b + 4 in its high one.
     const int64_t place = i % kRunInputs, shift = place % 4 * 8 + place / 4 * 4;
-    const auto run = static_cast<size_t>(i / kRunInputs);
+    const auto run = static_cast<size_t>(i / kRunInputs), group = static_cast<size_t>(i / kGroup);
     const int code = static_cast<int>((runs[run] >> shift) & 15u) - kCodeOffset;
-    const int expected = CodeOf(weights[static_cast<size_t>(i)], scale);
+    const int expected = CodeOf(weights[static_cast<size_t>(i)], scales[group]);
     differences += code != expected;
-    expected_sum += expected;
+    expected_sums[group] += expected;
   }
-  return differences + (sum != expected_sum);
+  for (size_t i = 0; i < sums.size(); ++i) differences += sums[i] != expected_sums[i];
+  return differences;
 }
 
 }  // namespace
@@ -71,8 +80,23 @@ void TestWeights() {
     Random random(11);
     int differences = 0;
     for (int order = -126; order <= 124; ++order) {
-      for (int n = 0; n < 40; ++n) differences += Differences(kernels, fabsf(random.Float(order, order)));
-      differences += Differences(kernels, ldexpf(1.0f, order));
+      differences += Differences(kernels, {ldexpf(1.0f, order)});
+      for (int n = 0; n < 40; ++n) {
+        // Of one order, so that a call doesn't always take the way of small scales, and far apart.
+        std::vector<float> scales(4);
+        for (float& scale : scales) scale = fabsf(random.Float(order, order));
+        differences += Differences(kernels, scales);
+        for (float& scale : scales) scale = fabsf(random.Float(-126, order));
+        differences += Differences(kernels, scales);
+      }
+    }
+    const float none[] = {0.0f, -1.0f};
+    for (const float scale : none) {
+      const float weight = 0x1p-124f;
+      uint32_t run = 0;
+      int32_t sum = 1;
+      kernels.quantize(DType::kF32, &weight, {1, kGroup, &scale, &sum}, &run);
+      differences += run != 0x88888888u || sum != 0;
     }
     Expect(differences == 0, std::string(usable[i]->name) + " (" + kernels.name + "): " +
                                  std::to_string(differences) + " codes differ from a division's");

@@ -70,43 +70,66 @@ static inline float Quotient(float weight, float scale, float /*reciprocal*/) {
 #endif
 constexpr float kLeastQuick = 0x1p-90f;
 
-// stored[i] = code of weights[i] plus 8. `kSmall`: next to such a scale subnormal weights count, and
-// Quotient isn't exact.
+// stored[i] = code of weights[i] plus 8. `kSmall`: next to some scale subnormal weights count, and
+// Quotient isn't exact. A scale for each weight, so that the loop doesn't end with each group.
 template <class Format, bool kSmall>
-static inline void QuantizeAll(const void* weights, int64_t n, float scale, uint8_t* stored) {
+static inline void StoreCodes(const void* weights, int64_t n, const float* scale,
+                              const float* reciprocal, uint8_t* stored) {
   using Bits = typename Format::Bits;
   // Added to a small float, rounds it to a whole number (halves to even), with 8 more in the lowest
   // bits.
   constexpr float kRounder = 0x1.8p+23f + kCodeOffset;
   constexpr uint8_t kMost = 7 + kCodeOffset;
-  const float reciprocal = 1.0f / scale;
   for (int64_t i = 0; i < n; ++i) {
     const float weight = Format::ToFloat(BitsAt<Bits>(weights, i));
     const float quotient =
-        kSmall ? FlushSubnormal(weight) / scale : Quotient(weight, scale, reciprocal);
+        kSmall ? FlushSubnormal(weight) / scale[i] : Quotient(weight, scale[i], reciprocal[i]);
     const uint8_t code = static_cast<uint8_t>(BitsOf(quotient + kRounder) & 0xffu);
     stored[i] = code < kMost ? code : kMost;
   }
 }
 
-template <class Format>
-static inline int32_t QuantizeOf(const void* weights, int64_t n, float scale, uint32_t* runs) {
-  alignas(64) uint8_t stored[kMostWeights];
-  const int64_t count = (n + kRunInputs - 1) / kRunInputs;
-  if (count > 0) memset(stored + (count - 1) * kRunInputs, kCodeOffset, kRunInputs);
-  if (scale > kLeastQuick) {
-    QuantizeAll<Format, false>(weights, n, scale, stored);
-  } else {
-    QuantizeAll<Format, true>(weights, n, scale, stored);
-  }
-  int32_t sum = 0;
-  for (int64_t i = 0; i < count * kRunInputs; ++i) sum += stored[i];
+// Joins stored codes to runs, whose sum it returns.
+static inline int32_t JoinRuns(const uint8_t* stored, int64_t count, uint32_t* runs) {
+  uint64_t sum = 0;
   for (int64_t run = 0; run < count; ++run) {
     uint64_t eight;
     memcpy(&eight, stored + run * kRunInputs, sizeof(eight));
     runs[run] = static_cast<uint32_t>(eight | (eight >> 28));
+    sum += eight * 0x0101010101010101u >> 56;  // of eight bytes up to 15
   }
-  return sum - kCodeOffset * static_cast<int32_t>(count * kRunInputs);
+  return static_cast<int32_t>(sum) - kCodeOffset * static_cast<int32_t>(count * kRunInputs);
+}
+
+// Groups are whole chunks: loops over those have a length that compilers know.
+template <class Format>
+static inline void QuantizeOf(const void* weights, const WeightGroups& groups, uint32_t* runs) {
+  alignas(64) float scale[kMostWeights], reciprocal[kMostWeights];
+  alignas(64) uint8_t stored[kMostWeights];
+  const int64_t n = groups.count, width = groups.width;
+  const int64_t end = (n + kChunkInputs - 1) / kChunkInputs * kChunkInputs;
+  bool quick = true;
+  for (int64_t begin = 0, group = 0; begin < end; begin += width, ++group) {
+    // Where a scale is too small to be one, all weights are 0 by any.
+    const float one = groups.scales[group] > 0 ? groups.scales[group] : 1.0f, by = 1.0f / one;
+    quick = quick && one > kLeastQuick;
+    for (int64_t chunk = begin; chunk < begin + width && chunk < end; chunk += kChunkInputs) {
+      for (int64_t i = 0; i < kChunkInputs; ++i) {
+        scale[chunk + i] = one;
+        reciprocal[chunk + i] = by;
+      }
+    }
+  }
+  memset(stored + end - kChunkInputs, kCodeOffset, kChunkInputs);
+  if (quick) {
+    StoreCodes<Format, false>(weights, n, scale, reciprocal, stored);
+  } else {
+    StoreCodes<Format, true>(weights, n, scale, reciprocal, stored);
+  }
+  for (int64_t begin = 0, group = 0; begin < end; begin += width, ++group) {
+    const int64_t count = (width < end - begin ? width : end - begin) / kRunInputs;
+    groups.sums[group] = JoinRuns(stored + begin, count, runs + begin / kRunInputs);
+  }
 }
 
 static float Largest(DType dtype, const void* weights, int64_t n) {
@@ -120,13 +143,14 @@ static float Largest(DType dtype, const void* weights, int64_t n) {
   }
 }
 
-static int32_t Quantize(DType dtype, const void* weights, int64_t n, float scale, uint32_t* runs) {
+static void Quantize(DType dtype, const void* weights, const WeightGroups& groups,
+                     uint32_t* runs) {
   switch (dtype) {
     case DType::kF32:
-      return QuantizeOf<F32Weights>(weights, n, scale, runs);
+      return QuantizeOf<F32Weights>(weights, groups, runs);
     case DType::kBF16:
-      return QuantizeOf<BF16Weights>(weights, n, scale, runs);
+      return QuantizeOf<BF16Weights>(weights, groups, runs);
     default:
-      return QuantizeOf<F16Weights>(weights, n, scale, runs);
+      return QuantizeOf<F16Weights>(weights, groups, runs);
   }
 }

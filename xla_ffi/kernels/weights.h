@@ -8,7 +8,16 @@
 
 namespace jax_w4a8 {
 
-constexpr int64_t kMostWeights = 2048;
+// Weights that are quantised by one call at most.
+constexpr int64_t kMostWeights = 256;
+
+// Some neighbouring weights of a channel, one or more groups; the last group may lack some.
+struct WeightGroups {
+  int64_t count;        // of weights, at least 1
+  int64_t width;        // of a group: whole chunks
+  const float* scales;  // [groups]
+  int32_t* sums;        // [groups]: where sums of codes go
+};
 
 struct WeightKernels {
   const char* name;  // that of the Kernels of the same instruction set
@@ -17,11 +26,11 @@ struct WeightKernels {
   // is. Subnormal floats count as zero, as they do for XLA on CPUs.
   float (*largest)(DType dtype, const void* weights, int64_t n);
 
-  // Quantises n <= kMostWeights weights: code = round(weight / scale), halves to even, at most 7.
-  // runs[r] gets the four bytes that one channel has in a run of the packed layout, ceil(n / 8) of
-  // them, with code 0 behind the last weight. Returns the sum of the codes. Takes scale > 0, and
-  // magnitudes of at most 8 x scale.
-  int32_t (*quantize)(DType dtype, const void* weights, int64_t n, float scale, uint32_t* runs);
+  // Quantises groups.count <= kMostWeights weights: code = round(weight / scale), halves to even, at
+  // most 7. runs[r] gets the four bytes that one channel has in a run of the packed layout, with
+  // code 0 behind the last weight, up to the end of its chunk. Takes magnitudes of at most 8 x scale; where a scale isn't above
+  // 0 all codes are 0.
+  void (*quantize)(DType dtype, const void* weights, const WeightGroups& groups, uint32_t* runs);
 };
 
 // Those of the instruction set in use; see ActiveKernels.
