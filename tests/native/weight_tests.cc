@@ -83,7 +83,7 @@ void TestWeights() {
       differences += Differences(kernels, {ldexpf(1.0f, order)});
       for (int n = 0; n < 40; ++n) {
         // Of one order, so that a call doesn't always take the way of small scales, and far apart.
-        std::vector<float> scales(4);
+        std::vector<float> scales(kMostWeights / kGroup);
         for (float& scale : scales) scale = fabsf(random.Float(order, order));
         differences += Differences(kernels, scales);
         for (float& scale : scales) scale = fabsf(random.Float(-126, order));
