@@ -38,9 +38,9 @@ class Pass {
     }
     SortByExpert();
     QuantizeTokens();
-    Project(call_.w13, x_, token_, inner_, inner_stride_, inner_stride_, &call_.activation);
+    Project(call_.w13, x_, token_, inner_, inner_stride_, &call_.activation);
     QuantizeInner();
-    Project(call_.w2, quantized_inner_, order_, outputs_, call_.hidden, call_.hidden, nullptr);
+    Project(call_.w2, quantized_inner_, order_, outputs_, call_.hidden, nullptr);
     if (!call_.y) return;
     RunCombine({outputs_, call_.ids, call_.weight_on_input ? nullptr : call_.weights, call_.tokens,
                 call_.top_k, call_.hidden, call_.dtype, call_.y},
@@ -77,7 +77,7 @@ class Pass {
   }
 
   void Project(const PackedMatrix& weights, const QuantizedRows& rows, const int32_t* row_index,
-               float* out, int64_t stride, int64_t columns, const Activation* activation) {
+               float* out, int64_t columns, const Activation* activation) {
     PlanWork(weights, runs_, team_.threads(), &items_);
     MatmulArgs args = {};
     args.weights = weights;
@@ -86,10 +86,18 @@ class Pass {
     args.out_index = order_;
     args.out = out;
     args.out_dtype = DType::kF32;
-    args.out_stride = stride;
-    args.out_columns = columns;
+    args.out_stride = args.out_columns = columns;
+    args.stream = out != call_.slots && PassesCaches(columns);
     args.activation = activation;
     RunMatmul(team_, kernels_, args, items_, tiles_);
+  }
+
+  // Whether [slots, columns] floats would only drive weights and rows out of the caches until they
+  // are used, and be read before they are written.
+  bool PassesCaches(int64_t columns) const {
+    constexpr int64_t kCacheBytes = int64_t{8} << 20;
+    constexpr int64_t kFloat = sizeof(float), kLine = ScratchLayout::kAlignment;
+    return columns * kFloat % kLine == 0 && slots_ * columns * kFloat > kCacheBytes;
   }
 
   const MoeCall& call_;

@@ -530,8 +530,19 @@ static void StoreRows(const MatmulArgs& args, const PairRange& range, int64_t ro
     const typename V::F a = end.Finish(0, state[r].total[0], minus_zero, scale);
     const typename V::F b = end.Finish(1, state[r].total[1], minus_zero, scale);
     const int64_t index = target * args.out_stride + column;
+    float* const line = static_cast<float*>(args.out) + index;  // where floats are stored
     if (args.activation) {
-      StoreAs<V>(args.out_dtype, args.out, index, Activate<V>(*args.activation, a, b), columns);
+      const typename V::F value = Activate<V>(*args.activation, a, b);
+      if (args.stream) {
+        V::Stream(line, value);
+      } else {
+        StoreAs<V>(args.out_dtype, args.out, index, value, columns);
+      }
+      continue;
+    }
+    if (args.stream) {
+      V::Stream(line, a);
+      if (range.second != range.first) V::Stream(line + kBlockChannels, b);
       continue;
     }
     StoreAs<V>(args.out_dtype, args.out, index, a, columns);
@@ -620,6 +631,7 @@ static void Matmul(const MatmulArgs& args) {
   } else {
     MatmulScaled<V, DType::kF32>(args);
   }
+  if (args.stream) V::FinishStream();
 }
 
 // ---------------------------------------------------------------------------------------------------------

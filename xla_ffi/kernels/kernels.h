@@ -38,6 +38,8 @@ struct MatmulArgs {
   DType out_dtype;
   int64_t out_stride;   // elements between rows of `out`
   int64_t out_columns;  // columns that exist: the last block may be partly filling
+  // `out` goes past the caches, which it wouldn't fit: floats, rows of whole cache lines.
+  bool stream;
   // Null for a plain product. Else blocks come in pairs (gate, up), and column block b / 2 of `out`
   // gets activation(gate, up).
   const Activation* activation;

@@ -292,6 +292,7 @@ static void TiledMatmul(const MatmulArgs& args) {
   } else {
     MatmulOnTiles<V, X, DType::kF32>(args);
   }
+  if (args.stream) V::FinishStream();
 }
 
 // As PeakProbe: products of tiles that stay in registers.

@@ -32,6 +32,11 @@ struct Avx2 {
     _mm256_storeu_ps(p, a.half[0]);
     _mm256_storeu_ps(p + 8, a.half[1]);
   }
+  static inline void Stream(float* p, F a) {
+    _mm256_stream_ps(p, a.half[0]);
+    _mm256_stream_ps(p + 8, a.half[1]);
+  }
+  static inline void FinishStream() { _mm_sfence(); }
   static inline void StoreBF16(uint16_t* p, F a) {
     float lanes[kBlockChannels];
     Store(lanes, a);

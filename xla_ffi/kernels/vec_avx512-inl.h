@@ -22,6 +22,8 @@ struct Avx512 {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
   static inline void Store(float* p, F a) { _mm512_storeu_ps(p, a); }
+  static inline void Stream(float* p, F a) { _mm512_stream_ps(p, a); }
+  static inline void FinishStream() { _mm_sfence(); }
   static inline void StoreBF16(uint16_t* p, F a) {
     // Not the BF16 extension's conversion, which flushes subnormal numbers.
     const __m512i bits = _mm512_castps_si512(a);

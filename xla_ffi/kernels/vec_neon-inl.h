@@ -32,6 +32,8 @@ struct NeonBase {
   static inline void Store(float* p, F a) {
     for (int i = 0; i < 4; ++i) vst1q_f32(p + 4 * i, a.quarter[i]);
   }
+  static inline void Stream(float* p, F a) { Store(p, a); }
+  static inline void FinishStream() {}
   static inline void StoreBF16(uint16_t* p, F a) {
     for (int i = 0; i < 4; ++i) {
       const uint32x4_t bits = vreinterpretq_u32_f32(a.quarter[i]);

@@ -46,6 +46,10 @@ struct Portable {
   static inline void Store(float* p, F a) {
     for (int i = 0; i < kBlockChannels; ++i) p[i] = a.lane[i];
   }
+  // Stores past the caches, to a multiple of 64 bytes; no other thread may read what was stored
+  // before FinishStream. Where there is no such store, as ever.
+  static inline void Stream(float* p, F a) { Store(p, a); }
+  static inline void FinishStream() {}
   static inline void StoreBF16(uint16_t* p, F a) {
     for (int i = 0; i < kBlockChannels; ++i) p[i] = BF16Of(a.lane[i]);
   }
