@@ -36,6 +36,10 @@ class ZenTorch(Peer):
         """As :meth:`Implementation.load`."""
         return _Loaded(layers, threads)
 
+    def bytes_per_layer(self, work: Work) -> float:
+        """What was seen to stay, most of it what repacking takes."""
+        return 8.0 * work.layer_bytes
+
 
 class _Loaded(LoadedTorchLayers):
     name = ZenTorch.name
