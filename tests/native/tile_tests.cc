@@ -72,7 +72,7 @@ void TestConfigFaults() {
   ExpectConfigFault("16 rows of 64 bytes", [](TileConfig* c) { c->row_bytes[0] = 68; });
   ExpectConfigFault("rows or columns alone", [](TileConfig* c) { c->rows[3] = 1; });
   ExpectConfigFault("rows or columns alone", [](TileConfig* c) { c->row_bytes[0] = 0; });
-  ExpectConfigFault("8 tiles", [](TileConfig* c) { c->rows[8] = c->row_bytes[8] = 1; });
+  ExpectConfigFault("8 tiles", [](TileConfig* c) { c->rows[8] = 1, c->row_bytes[8] = 1; });
 }
 
 void TestUseFaults() {

@@ -173,10 +173,9 @@ static float PowersOfRow(float* scores, const Visible& visible, const AttendRow&
   for (int i = kBlockChannels; i < kAttendStep; i += kBlockChannels) {
     most = V::Max(most, V::Load(scores + i));
   }
-  float lanes[kBlockChannels];
-  V::Store(lanes, V::Rint(most));
-  float highest = *row.highest;
-  for (int i = 0; i < kBlockChannels; ++i) highest = lanes[i] > highest ? lanes[i] : highest;
+  // A NaN, which makes the row's result NaN whatever this is, is no highest score.
+  const float found = V::Largest(V::Rint(most));
+  const float highest = found > *row.highest ? found : *row.highest;
   const float shrinkage = Shrinkage(*row.highest, highest);
   *row.highest = highest;
   typename V::F sum = V::Mul(V::Load(row.total), V::Set(shrinkage));

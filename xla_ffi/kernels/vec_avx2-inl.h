@@ -71,6 +71,12 @@ struct Avx2 {
   static inline F Max(F a, F b) {
     return {{_mm256_max_ps(a.half[0], b.half[0]), _mm256_max_ps(a.half[1], b.half[1])}};
   }
+  static inline float Largest(F a) {
+    const __m256 eight = _mm256_max_ps(a.half[0], a.half[1]);
+    __m128 most = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    most = _mm_max_ps(most, _mm_movehl_ps(most, most));
+    return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
+  }
   static inline F SelectNegative(F x, F a, F b) {
     F out;
     for (int i = 0; i < 2; ++i) {

@@ -47,6 +47,7 @@ struct Avx512 {
   static inline F Fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static inline F Min(F a, F b) { return _mm512_min_ps(a, b); }
   static inline F Max(F a, F b) { return _mm512_max_ps(a, b); }
+  static inline float Largest(F a) { return _mm512_reduce_max_ps(a); }
   static inline F SelectNegative(F x, F a, F b) {
     const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
     return _mm512_mask_mov_ps(b, negative, a);

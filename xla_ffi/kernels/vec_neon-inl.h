@@ -76,6 +76,10 @@ struct NeonBase {
       return vbslq_f32(vcgtq_f32(a.quarter[i], b.quarter[i]), a.quarter[i], b.quarter[i]);
     });
   }
+  static inline float Largest(F a) {
+    return vmaxvq_f32(
+        vmaxq_f32(vmaxq_f32(a.quarter[0], a.quarter[1]), vmaxq_f32(a.quarter[2], a.quarter[3])));
+  }
   static inline F SelectNegative(F x, F a, F b) {
     return Map(
         [&](int i) { return vbslq_f32(vcltzq_f32(x.quarter[i]), a.quarter[i], b.quarter[i]); });

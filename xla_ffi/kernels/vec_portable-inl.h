@@ -80,6 +80,12 @@ struct Portable {
   static inline F Max(F a, F b) {
     return Map([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
   }
+  // Of all lanes; where one is NaN, that or any of them.
+  static inline float Largest(F a) {
+    float most = a.lane[0];
+    for (int i = 1; i < kBlockChannels; ++i) most = a.lane[i] > most ? a.lane[i] : most;
+    return most;
+  }
   // x < 0 ? a : b
   static inline F SelectNegative(F x, F a, F b) {
     return Map([&](int i) { return x.lane[i] < 0 ? a.lane[i] : b.lane[i]; });
