@@ -136,7 +136,10 @@ def set_instruction_set(name: str) -> None:
 
 @contextlib.contextmanager
 def using_instruction_set(name: str) -> Iterator[None]:
-    """Forces an instruction set inside a ``with`` block; see :func:`set_instruction_set`."""
+    """Forces an instruction set inside a ``with`` block; see :func:`set_instruction_set`.
+
+    JAX's calls return before they run: what isn't waited for inside the block may run behind it.
+    """
     before = instruction_set()
     set_instruction_set(name)
     try:

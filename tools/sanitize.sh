@@ -22,7 +22,12 @@ export CXX
 builds=build/sanitize/$(basename "$CXX")
 mkdir -p "$builds"
 memory=address,undefined,float-cast-overflow
-export ASAN_OPTIONS=detect_leaks=1:detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1
+# Where GCC (12, for one) watches uses after return it moves locals to memory that isn't aligned for 64-byte vectors,
+# and stores to them end the program: only Clang watches these.
+after_return=0
+if [[ $CXX == *clang* ]]; then after_return=1; fi
+export ASAN_OPTIONS=detect_leaks=1:detect_stack_use_after_return=$after_return
+export UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1
 
 missing() {
   echo "needs $1"
@@ -89,13 +94,13 @@ python() {
   # it intercepts. Leaks are not looked for, since Python ends with much of its memory unfreed.
   LD_PRELOAD="$("$CXX" -print-file-name=$asan):$("$CXX" -print-file-name=libstdc++.so.6)" \
     ASAN_OPTIONS=detect_leaks=0 "$python" tools/with_native.py "$builds"/python/_native*.so -p no:cacheprovider \
-    ${PYTEST_ARGS:-tests/test_bit_equality.py tests/test_primitive.py tests/test_numerics.py tests/test_packing.py \
-      tests/test_weights.py tests/test_bad_input.py}
+    ${PYTEST_ARGS:-tests/test_attend.py tests/test_bit_equality.py tests/test_primitive.py tests/test_numerics.py \
+      tests/test_packing.py tests/test_weights.py tests/test_bad_input.py}
 }
 
 valgrind() {
   command -v valgrind >/dev/null || missing valgrind
-  build plain '' tests/native native_tests -DCMAKE_CXX_FLAGS=-g1
+  build plain '' tests/native native_tests '-DCMAKE_CXX_FLAGS=-g1 -gdwarf-4'  # what every valgrind reads
   command valgrind --quiet --error-exitcode=1 "$builds/plain/native_tests"
 }
 

@@ -170,7 +170,7 @@ class Attention {
 }  // namespace
 
 bool RunAttend(const AttendCall& call, const Kernels& kernels, Team& team) {
-  if (call.batch == 0 || call.tokens == 0 || call.heads == 0) return true;
+  if (call.batch == 0 || call.tokens == 0 || call.heads == 0 || call.width == 0) return true;
   Attention attention(call, kernels, team);
   const Scratch scratch([&](ScratchLayout layout) { return attention.LayOut(layout); });
   if (!scratch.data()) return false;

@@ -434,10 +434,12 @@ Error Attend(ffi::ThreadPool pool, AnyBuffer queries, AnyBuffer keys, AnyBuffer 
   call.window = window;
   call.out = static_cast<float*>(out->untyped_data());
   JAX_W4A8_RETURN_IF_ERROR(CheckSpans(call));
-  int64_t work = 0;
+  // Arrays without elements may claim any sizes: whole numbers could overflow.
+  double work = 0;
   for (int64_t row = 0; row < call.batch; ++row) {
-    const int64_t seen = call.starts[row] + call.lengths[row];
-    work += call.lengths[row] * call.heads * seen * (call.dim + call.width);
+    const double start = call.starts[row], length = call.lengths[row];
+    work += length * static_cast<double>(call.heads) * (start + length) *
+            (static_cast<double>(call.dim) + static_cast<double>(call.width));
   }
   return WithTeam(pool, work, [&](Team& team) {
     return RunAttend(call, ActiveKernels(), team) ? Error::Success() : OutOfMemory();

@@ -20,11 +20,12 @@ namespace {
 
 using Shape = std::vector<int64_t>;
 
-enum HandlerKind { kFused, kApply, kCombine, kLinear, kGrouped, kHandlers };
+enum HandlerKind { kFused, kApply, kCombine, kLinear, kGrouped, kAttend, kHandlers };
 
-XLA_FFI_Handler* const kSymbols[kHandlers] = {JaxW4A8FusedExperts, JaxW4A8ApplyExperts,
-                                              JaxW4A8Combine, JaxW4A8Linear, JaxW4A8GroupedLinear};
-constexpr size_t kArgCounts[kHandlers] = {11, 11, 2, 5, 6};
+XLA_FFI_Handler* const kSymbols[kHandlers] = {JaxW4A8FusedExperts,  JaxW4A8ApplyExperts,
+                                              JaxW4A8Combine,       JaxW4A8Linear,
+                                              JaxW4A8GroupedLinear, JaxW4A8Attend};
+constexpr size_t kArgCounts[kHandlers] = {11, 11, 2, 5, 6, 6};
 
 constexpr int64_t kOddSizes[] = {0,
                                  1,
@@ -81,6 +82,12 @@ void AddWeights(Bytes& bytes, Call* call, std::optional<int64_t> stack, int64_t 
 constexpr XLA_FFI_DataType kFloatTypes[] = {XLA_FFI_DataType_F32, XLA_FFI_DataType_BF16,
                                             XLA_FFI_DataType_F16};
 
+uint32_t BitsOf(float value) {
+  uint32_t pattern;
+  memcpy(&pattern, &value, sizeof(value));
+  return pattern;
+}
+
 void MakeExperts(Bytes& bytes, bool combined, Call* call) {
   const int64_t tokens = Size(bytes, 0, 6), top_k = Size(bytes, 0, 3);
   const int64_t experts = Size(bytes, 0, 4);
@@ -92,16 +99,11 @@ void MakeExperts(Bytes& bytes, bool combined, Call* call) {
   AddWeights(bytes, call, experts, 2 * CeilDiv(inner, 16), hidden);
   AddWeights(bytes, call, experts, CeilDiv(hidden, 16), inner);
   const int64_t activation = bytes.Rarely(16) ? bytes.Int(-3, 9) : bytes.Int(0, 3);
-  const auto bits = [](float value) {
-    uint32_t pattern;
-    memcpy(&pattern, &value, sizeof(value));
-    return pattern;
-  };
   constexpr float kLimits[] = {7, 0, -1, __builtin_inff(), __builtin_nanf("")};
   const XLA_FFI_AttrType scalar = XLA_FFI_AttrType_SCALAR;
   call->attrs = {{"activation", scalar, XLA_FFI_DataType_S32, static_cast<uint32_t>(activation)},
-                 {"alpha", scalar, XLA_FFI_DataType_F32, bits(bytes.Pick(kLimits))},
-                 {"limit", scalar, XLA_FFI_DataType_F32, bits(bytes.Pick(kLimits))},
+                 {"alpha", scalar, XLA_FFI_DataType_F32, BitsOf(bytes.Pick(kLimits))},
+                 {"limit", scalar, XLA_FFI_DataType_F32, BitsOf(bytes.Pick(kLimits))},
                  {"symmetric", scalar, XLA_FFI_DataType_PRED, bytes.Flag()},
                  {"weight_on_input", scalar, XLA_FFI_DataType_PRED, bytes.Rarely(4)}};
   if (combined) {
@@ -128,6 +130,34 @@ void MakeLinear(Bytes& bytes, bool grouped, Call* call) {
              features);
   call->attrs = {{"symmetric", XLA_FFI_AttrType_SCALAR, XLA_FFI_DataType_PRED, bytes.Flag()}};
   Add(call->rets, dtype, {rows, columns});
+}
+
+void MakeAttend(Bytes& bytes, Call* call) {
+  const XLA_FFI_DataType f32 = XLA_FFI_DataType_F32, s32 = XLA_FFI_DataType_S32;
+  constexpr int64_t kOddSlots[] = {0, 63, 65, 1 << 10, int64_t{1} << 32, int64_t{1} << 62};
+  constexpr int64_t kOddWidths[] = {0, 1, 24, 1 << 10, int64_t{1} << 59};
+  constexpr int32_t kWindows[] = {0, 0, 1, 17, 300, INT32_MAX, -1, INT32_MIN};
+  constexpr float kScales[] = {0.125f, 1, 0, -2, 1e38f, __builtin_inff(), __builtin_nanf("")};
+  const int64_t batch = Size(bytes, 0, 3), tokens = Size(bytes, 0, 5);
+  const int64_t kv_heads = Size(bytes, 1, 3), group = Size(bytes, 1, 4);
+  const bool small =
+      std::clamp<int64_t>(kv_heads, 1, 3) == kv_heads && std::clamp<int64_t>(group, 1, 4) == group;
+  const int64_t heads = bytes.Rarely(24) || !small ? group : kv_heads * group;
+  const int64_t dim = Size(bytes, 0, 24);
+  const int64_t slots = bytes.Rarely(16) ? bytes.Pick(kOddSlots) : 64 * bytes.Int(1, 5);
+  const int64_t width = bytes.Rarely(16) ? bytes.Pick(kOddWidths) : 16 * bytes.Int(1, 3);
+  Add(call->args, f32, {batch, tokens, heads, dim});
+  Add(call->args, f32, {batch, kv_heads, dim, slots});
+  Add(call->args, f32, {batch, kv_heads, slots, width});
+  Add(call->args, s32, {batch});
+  Add(call->args, s32, {batch});
+  Add(call->args, f32, bytes.Flag() ? Shape{heads} : Shape{0});
+  const int32_t window = bytes.Pick(kWindows);
+  call->attrs = {
+      {"scale", XLA_FFI_AttrType_SCALAR, f32, BitsOf(bytes.Pick(kScales))},
+      {"window", XLA_FFI_AttrType_SCALAR, s32, static_cast<uint32_t>(window)},
+  };
+  Add(call->rets, f32, {batch, tokens, heads, width});
 }
 
 void MutateTensor(Bytes& bytes, Tensor& tensor) {
@@ -209,15 +239,36 @@ void Mutate(Bytes& bytes, Call* call) {
   }
 }
 
-// `experts` is -1 for all but ids.
-void FillOperand(Bytes& bytes, Random& random, int64_t experts, Tensor& tensor) {
-  if (experts >= 0 && tensor.dtype == XLA_FFI_DataType_S32) {
+// What integers of an operand may be.
+struct Range {
+  int64_t low, high;
+};
+
+// Of ids and spans; of nothing where the operand isn't one of them, or there is none.
+std::optional<Range> RangeOf(HandlerKind kind, const Call& call, size_t operand) {
+  const auto size = [&](size_t tensor, size_t axis) {
+    const bool there = tensor < call.args.size() && axis < call.args[tensor].dims.size();
+    return there ? std::clamp<int64_t>(call.args[tensor].dims[axis], 0, 1 << 20) : 0;
+  };
+  if (kind == kAttend) {
+    if (operand == 3) return Range{0, std::max<int64_t>(size(1, 3) - size(0, 1), 0)};
+    if (operand == 4) return Range{0, size(0, 1)};
+    return {};
+  }
+  const bool ids =
+      operand == 1 ? kind == kGrouped : operand == 2 && (kind == kFused || kind == kApply);
+  if (!ids) return {};
+  return Range{-1, std::min<int64_t>(size(operand == 1 ? 2 : 3, 0), 4) - 1};
+}
+
+void FillOperand(Bytes& bytes, Random& random, const std::optional<Range>& range, Tensor& tensor) {
+  if (range && tensor.dtype == XLA_FFI_DataType_S32) {
     const bool wild = bytes.Rarely(8);
     for (int64_t i = 0; i < tensor.bytes / 4; ++i) {
       constexpr int32_t kWild[] = {-1, -2, INT32_MIN, INT32_MAX, 0, 1, 4, 5};
-      const int32_t id =
-          wild ? kWild[random.Int(0, 7)] : static_cast<int32_t>(random.Int(-1, experts - 1));
-      memcpy(tensor.data.get() + 4 * i, &id, 4);
+      const int32_t value = wild ? kWild[random.Int(0, 7)]
+                                 : static_cast<int32_t>(random.Int(range->low, range->high));
+      memcpy(tensor.data.get() + 4 * i, &value, 4);
     }
     return;
   }
@@ -279,11 +330,25 @@ std::optional<Weights> WeightsOf(const Tensor* part, std::optional<int64_t> stac
   return w;
 }
 
+int32_t IntAt(const Tensor& tensor, int64_t index) {
+  int32_t value;
+  memcpy(&value, tensor.data.get() + 4 * index, 4);
+  return value;
+}
+
 bool IdsInRange(const Tensor& ids, int64_t experts) {
   for (int64_t i = 0; i < ids.bytes / 4; ++i) {
-    int32_t id;
-    memcpy(&id, ids.data.get() + 4 * i, 4);
-    if (id < -1 || id >= experts) return false;
+    if (IntAt(ids, i) < -1 || IntAt(ids, i) >= experts) return false;
+  }
+  return true;
+}
+
+bool SpansInRange(const Call& call) {
+  for (int64_t i = 0; i < call.args[3].bytes / 4; ++i) {
+    const int64_t start = IntAt(call.args[3], i), length = IntAt(call.args[4], i);
+    if (start < 0 || length < 0 || length > call.args[0].dims[1] ||
+        start + length > call.args[1].dims[3])
+      return false;
   }
   return true;
 }
@@ -351,6 +416,24 @@ bool LinearFits(const Call& call, bool grouped) {
          x.dims[0] <= kMost32;
 }
 
+bool AttendFits(const Call& call) {
+  if (!HasAttributes(call, {{"scale", XLA_FFI_AttrType_SCALAR, XLA_FFI_DataType_F32},
+                            {"window", XLA_FFI_AttrType_SCALAR, XLA_FFI_DataType_S32}}))
+    return false;
+  const XLA_FFI_DataType f32 = XLA_FFI_DataType_F32, s32 = XLA_FFI_DataType_S32;
+  const Shape &q = call.args[0].dims, &v = call.args[2].dims, &sinks = call.args[5].dims;
+  if (q.size() != 4 || v.size() != 4) return false;
+  const int64_t heads = q[2], kv_heads = v[1], slots = v[2], width = v[3];
+  const bool no_sinks = std::count(sinks.begin(), sinks.end(), 0) > 0;
+  return Is(call.args[0], f32, q) && Is(call.args[1], f32, {q[0], kv_heads, q[3], slots}) &&
+         Is(call.args[2], f32, {q[0], kv_heads, slots, width}) && Is(call.args[3], s32, {q[0]}) &&
+         Is(call.args[4], s32, {q[0]}) && call.args[5].dtype == f32 &&
+         (no_sinks || Is(call.args[5], f32, {heads})) &&
+         Is(call.rets[0], f32, {q[0], q[1], heads, width}) && kv_heads > 0 &&
+         heads % kv_heads == 0 && slots % 64 == 0 && width % 16 == 0 &&
+         static_cast<int32_t>(call.attrs[1].value) >= 0;
+}
+
 bool HasGhosts(const Call& call) {
   const auto ghost = [](const Tensor& tensor) { return tensor.ghost; };
   return std::any_of(call.args.begin(), call.args.end(), ghost) ||
@@ -368,11 +451,14 @@ Verdict Judge(HandlerKind kind, const Call& call) {
     fits = CombineFits(call);
   } else if (kind == kLinear || kind == kGrouped) {
     fits = LinearFits(call, kind == kGrouped);
+  } else if (kind == kAttend) {
+    fits = AttendFits(call);
   } else {
     fits = ExpertsFit(call, kind == kFused);
   }
   if (!fits) return Verdict::kRefused;
   if (HasGhosts(call)) return Verdict::kNoMemory;
+  if (kind == kAttend && !SpansInRange(call)) return Verdict::kRefused;
   if (kind == kGrouped) ids = &call.args[1];
   if (kind == kFused || kind == kApply) ids = &call.args[2];
   if (ids) experts = call.args[kind == kGrouped ? 2 : 3].dims[0];
@@ -419,6 +505,9 @@ void FuzzHandler(Bytes& bytes) {
     case kGrouped:
       MakeLinear(bytes, kind == kGrouped, &call);
       break;
+    case kAttend:
+      MakeAttend(bytes, &call);
+      break;
     default:
       MakeExperts(bytes, kind == kFused, &call);
   }
@@ -426,14 +515,9 @@ void FuzzHandler(Bytes& bytes) {
   const FakePool pool = MakePool(bytes);
   const bool null_if_empty = bytes.Flag();
   Random random(bytes.Take(4));
-  const size_t ids = kind == kGrouped ? 1 : kind == kFused || kind == kApply ? 2 : SIZE_MAX;
-  const size_t codes = kind == kGrouped ? 2 : 3;
-  int64_t experts = 0;
-  if (ids != SIZE_MAX && codes < call.args.size() && !call.args[codes].dims.empty())
-    experts = std::clamp<int64_t>(call.args[codes].dims[0], 0, 4);
   for (size_t i = 0; i < call.args.size(); ++i) {
     call.args[i].Allocate(null_if_empty);
-    FillOperand(bytes, random, i == ids ? experts : -1, call.args[i]);
+    FillOperand(bytes, random, RangeOf(kind, call, i), call.args[i]);
   }
   for (Tensor& ret : call.rets) ret.Allocate(null_if_empty);
 

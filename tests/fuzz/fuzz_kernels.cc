@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "attention.h"
 #include "bytes.h"
 #include "check.h"
 #include "float_env.h"
@@ -25,7 +26,17 @@
 namespace jax_w4a8 {
 namespace {
 
-enum Subject { kToFloat, kQuantizeRow, kMatmul, kCombine, kMoe, kLinear, kSubjects };
+enum Subject {
+  kToFloat,
+  kQuantizeRow,
+  kMatmul,
+  kCombine,
+  kMoe,
+  kLinear,
+  kAttend,
+  kAttention,
+  kSubjects
+};
 
 constexpr DType kDTypes[] = {DType::kF32, DType::kBF16, DType::kF16};
 constexpr float kInfinity = __builtin_inff();
@@ -344,6 +355,109 @@ void FuzzMatmul(Bytes& bytes) {
   });
 }
 
+// Shapes and values of attention.
+struct Heads {
+  int64_t kv_heads, group, dim, width;
+  explicit Heads(Bytes& bytes)
+      : kv_heads(bytes.Int(1, 3)),
+        group(bytes.Rarely(16) ? bytes.Int(1, 20) : bytes.Int(1, 4)),
+        dim(bytes.Rarely(16) ? bytes.Int(0, 150) : bytes.Int(0, 24)),
+        width(kBlockChannels * (bytes.Rarely(16) ? bytes.Int(0, 9) : bytes.Int(1, 3))) {}
+  int64_t heads() const { return kv_heads * group; }
+  // At most so many tokens that an input takes well below a second.
+  int64_t Fewer(int64_t tokens, int64_t slots) const {
+    constexpr int64_t kMostWork = 20'000'000;
+    while (tokens > 1 && tokens * heads() * slots * (dim + width) > kMostWork) tokens /= 2;
+    return tokens;
+  }
+};
+
+float MakeScale(Bytes& bytes) {
+  constexpr float kScales[] = {0.125f, 1, 30, 0, -1, 1e-38f, 1e38f, kInfinity, __builtin_nanf("")};
+  return bytes.Pick(kScales);
+}
+
+int64_t MakeWindow(Bytes& bytes) {
+  return bytes.Flag() ? 0 : bytes.Rarely(16) ? INT32_MAX : bytes.Int(1, 400);
+}
+
+// What one key and value head gives its tokens, whose slots are met in one go and in several.
+void FuzzAttend(Bytes& bytes) {
+  const Heads heads(bytes);
+  const int64_t token_begin = bytes.Int(0, 3), most_tokens = bytes.Int(1, 12);
+  const int64_t slots = kAttendStep * (bytes.Rarely(4) ? bytes.Int(1, 14) : bytes.Int(1, 5));
+  const int64_t tokens = heads.Fewer(most_tokens, slots), rows = tokens * heads.group;
+  const int64_t tiled = (rows + kMostAttendRows - 1) / kMostAttendRows * kMostAttendRows;
+  const int64_t token_end = token_begin + tokens;
+  const int64_t start = bytes.Int(0, slots - token_end);
+  AttendArgs args = {};
+  args.window = MakeWindow(bytes);
+  args.scale = MakeScale(bytes);
+  const Floats queries_kind = bytes.Pick(kFloatKinds), keys_kind = bytes.Pick(kFloatKinds),
+               values_kind = bytes.Pick(kFloatKinds), sink_kind = bytes.Pick(kFloatKinds);
+  const bool with_sink = bytes.Flag();
+  Random random(bytes.Take(4));
+  const int64_t stride = heads.group * heads.dim + bytes.Int(0, 20);
+  const Array<float> queries =
+      MakeFloats(random, queries_kind, (token_end - 1) * stride + heads.group * heads.dim);
+  const Array<float> keys = MakeFloats(random, keys_kind, heads.dim * slots);
+  const Array<float> values = MakeFloats(random, values_kind, slots * heads.width);
+  const float sink = MakeFloat(random, sink_kind);
+  args.queries = queries.get();
+  args.query_stride = stride;
+  args.keys = keys.get();
+  args.values = values.get();
+  args.slots = slots;
+  args.dim = heads.dim;
+  args.width = heads.width;
+  args.group = heads.group;
+  args.token_begin = token_begin;
+  args.token_end = token_end;
+  args.start = start;
+  const int64_t first =
+      args.window > 0 ? std::max<int64_t>(start + token_begin - args.window + 1, 0) : 0;
+  const int64_t begin = first / kAttendSegment * kAttendSegment;
+  const int64_t end = (start + token_end + kAttendStep - 1) / kAttendStep * kAttendStep;
+  const int64_t size = heads.width + kAttendRowExtra;
+
+  // `most` slots at once
+  const auto attended = [&](const Kernels& kernels, int filling, int64_t most) {
+    const Array<float> packed_queries = MakeArray<float>(tiled * heads.dim, filling);
+    const Array<float> packed_keys = MakeArray<float>(kAttendSegment * heads.dim, filling);
+    const Array<float> scores = MakeArray<float>(tiled * kAttendStep, filling);
+    const Array<float> shrinkage = MakeArray<float>(tiled, filling);
+    const Array<float> part = MakeArray<float>(tiled * size, filling);
+    const int64_t count = (end - begin + most - 1) / most;
+    const Array<float> states = MakeArray<float>(count * rows * size, filling);
+    AttendArgs now = args;
+    now.packed_queries = packed_queries.get();
+    now.packed_keys = packed_keys.get();
+    now.scores = scores.get();
+    now.shrinkage = shrinkage.get();
+    now.part = part.get();
+    for (int64_t i = 0; i < count; ++i) {
+      now.slot_begin = begin + i * most;
+      now.slot_end = std::min(now.slot_begin + most, end);
+      now.state = states.get() + i * rows * size;
+      kernels.attend(now);
+    }
+    const Array<float> out = MakeArray<float>(rows * heads.width, filling);
+    for (int64_t row = 0; row < rows; ++row) {
+      kernels.finish_attention(states.get() + row * size, count, rows * size, heads.width,
+                               with_sink ? &sink : nullptr, out.get() + row * heads.width);
+    }
+    Result result;
+    AddFloats(DType::kF32, out.get(), rows * heads.width, &result);
+    return result;
+  };
+  Compare("attend", [&](const Kernels& kernels, int filling) {
+    const Result whole = attended(kernels, filling, end - begin);
+    JAX_W4A8_CHECK(whole == attended(kernels, filling, kAttendSegment),
+                   "attend: %s has other bits where segments are merged later", kernels.name);
+    return whole;
+  });
+}
+
 // ---------------------------------------------------------------------------------------------------------
 // Layers
 
@@ -496,6 +610,81 @@ void FuzzLinear(Bytes& bytes, bool grouped) {
   CheckAlone(all, RunLinearOnce(one, ActiveKernels(), threads, 0xff), alone, "RunLinear");
 }
 
+Result RunAttendOnce(AttendCall call, const Kernels& kernels, const Threads& threads, int filling) {
+  const int64_t elements = call.batch * call.tokens * call.heads * call.width;
+  const Array<float> out = MakeArray<float>(elements, filling);
+  call.out = out.get();
+  Tasks tasks(threads.at_once);
+  Team team(tasks.schedule(), threads.count);
+  JAX_W4A8_CHECK(RunAttend(call, kernels, team), "no memory");
+  Result result;
+  AddFloats(DType::kF32, out.get(), elements, &result);
+  return result;
+}
+
+void FuzzAttention(Bytes& bytes) {
+  AttendCall call = {};
+  const Heads heads(bytes);
+  call.batch = bytes.Int(0, 3);
+  call.slots = kAttendStep * (bytes.Rarely(4) ? bytes.Int(0, 14) : bytes.Int(1, 5));
+  const int64_t most_tokens = bytes.Rarely(16) ? bytes.Int(0, 300) : bytes.Int(0, 12);
+  call.tokens = heads.Fewer(most_tokens, call.slots);
+  call.heads = heads.heads();
+  call.kv_heads = heads.kv_heads;
+  call.dim = heads.dim;
+  call.width = heads.width;
+  call.window = MakeWindow(bytes);
+  call.scale = MakeScale(bytes);
+  const bool padded = bytes.Flag();
+  const Threads threads(bytes);
+  const Floats queries_kind = bytes.Pick(kFloatKinds), keys_kind = bytes.Pick(kFloatKinds),
+               values_kind = bytes.Pick(kFloatKinds), sinks_kind = bytes.Pick(kFloatKinds);
+  const bool with_sinks = bytes.Flag();
+  Random random(bytes.Take(4));
+  const Array<float> queries =
+      MakeFloats(random, queries_kind, call.batch * call.tokens * call.heads * call.dim);
+  const Array<float> keys =
+      MakeFloats(random, keys_kind, call.batch * call.kv_heads * call.dim * call.slots);
+  const Array<float> values =
+      MakeFloats(random, values_kind, call.batch * call.kv_heads * call.slots * call.width);
+  const Array<float> sinks = MakeFloats(random, sinks_kind, call.heads);
+  const Array<int32_t> starts = MakeArray<int32_t>(call.batch, 0);
+  const Array<int32_t> lengths = MakeArray<int32_t>(call.batch, 0);
+  const int64_t most = std::min(call.tokens, call.slots);
+  for (size_t row = 0; row < static_cast<size_t>(call.batch); ++row) {
+    lengths[row] = static_cast<int32_t>(padded ? random.Int(0, most) : most);
+    starts[row] = static_cast<int32_t>(random.Int(0, call.slots - lengths[row]));
+  }
+  call.queries = queries.get();
+  call.keys = keys.get();
+  call.values = values.get();
+  call.starts = starts.get();
+  call.lengths = lengths.get();
+  call.sinks = with_sinks ? sinks.get() : nullptr;
+  Compare("RunAttend", [&](const Kernels& kernels, int filling) {
+    return RunAttendOnce(call, kernels, threads, filling);
+  });
+  // A slot that holds no finite value may reach tokens that don't see it.
+  if (values_kind == Floats::kSpecial || values_kind == Floats::kAnyBits) return;
+  const ScopedFloatEnv float_env;
+  const Result all = RunAttendOnce(call, ActiveKernels(), threads, 0);
+  for (int64_t row = 0; row < call.batch; ++row) {
+    if (lengths[static_cast<size_t>(row)] == 0) continue;
+    const int64_t token = random.Int(0, lengths[static_cast<size_t>(row)] - 1);
+    const int64_t place = row * call.tokens + token;
+    const int32_t start = starts[static_cast<size_t>(row)] + static_cast<int32_t>(token);
+    const int32_t length = 1;
+    AttendCall one = call;
+    one.batch = one.tokens = 1;
+    one.queries += place * call.heads * call.dim;
+    one.keys += row * call.kv_heads * call.dim * call.slots;
+    one.values += row * call.kv_heads * call.slots * call.width;
+    one.starts = &start;
+    one.lengths = &length;
+    CheckAlone(all, RunAttendOnce(one, ActiveKernels(), threads, 0xff), place, "RunAttend");
+  }
+}
+
 }  // namespace
 }  // namespace jax_w4a8
 
@@ -518,8 +707,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     case kMoe:
       FuzzMoe(bytes);
       break;
-    default:
+    case kLinear:
       FuzzLinear(bytes, bytes.Flag());
+      break;
+    case kAttend:
+      FuzzAttend(bytes);
+      break;
+    default:
+      FuzzAttention(bytes);
   }
   return 0;
 }

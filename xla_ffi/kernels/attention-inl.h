@@ -169,9 +169,9 @@ template <class V>
 static float PowersOfRow(float* scores, const Visible& visible, const AttendRow& row) {
   for (int64_t i = 0; i < visible.first; ++i) scores[i] = kMaskedScore;
   for (int64_t i = visible.last; i < kAttendStep; ++i) scores[i] = kMaskedScore;
-  typename V::F most = V::Load(scores);
-  for (int i = kBlockChannels; i < kAttendStep; i += kBlockChannels) {
-    most = V::Max(most, V::Load(scores + i));
+  typename V::F most = V::Set(*row.highest);
+  for (int i = 0; i < kAttendStep; i += kBlockChannels) {
+    most = V::Max(V::Load(scores + i), most);  // a NaN hides no other score
   }
   // A NaN, which makes the row's result NaN whatever this is, is no highest score.
   const float found = V::Largest(V::Rint(most));
@@ -307,7 +307,8 @@ static void FinishAttention(float* states, int64_t count, int64_t stride, int64_
   }
   // Only a row that saw nothing has a total of 0.
   const typename V::F factor = V::Set(total == 0 ? 0.0f : share / total);
+  // The sign of a zero depends on how work was split, and on slots that others see: + 0 ends that.
   for (int64_t i = 0; i < width; i += kBlockChannels) {
-    V::Store(out + i, V::Mul(V::Load(row.mixed + i), factor));
+    V::Store(out + i, V::Fma(V::Load(row.mixed + i), factor, V::Set(0)));
   }
 }
