@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -237,6 +238,29 @@ def test_seeds_decide_texts():
     assert not np.array_equal(one, other)
     rows = model.generate(prompt * 3, 8, sampling=Sampling(do_sample=True, top_k=0, seed=(2, 1, 2)))
     assert np.array_equal(rows, np.concatenate([other, one, other]))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What a step costs beside its program.
+
+
+def test_steps_compare_no_models():
+    """Another model of the same structure finds the programs, and its steps run no comparison in Python.
+
+    One of two models takes time in every step, and an interrupt inside it comes out as a ValueError.
+    """
+    load_model(TINY).generate([[1, 2, 3]], 6)
+    stream = load_model(TINY).stream([[1, 2, 3]], 6)
+    next(stream)
+    called = []
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        rest = list(stream)
+    finally:
+        sys.setprofile(None)
+    assert len(rest) == 5
+    assert called.count("step") == 5
+    assert not {"__eq__", "__hash__"} & set(called)
 
 
 # ---------------------------------------------------------------------------------------------------------

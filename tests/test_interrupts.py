@@ -182,8 +182,26 @@ def test_ctrl_c_ends_the_command_line(moment):
 # The interpreter ends while calls run. Run `ends(kind, count)` with a larger count for a longer trial.
 
 
+def end_after_an_interrupted_text(seed: int) -> None:
+    """The programs are there; see docs/long-runs.md on an interrupted compilation."""
+    from jax_w4a8.models import default_model_path, load_model
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    model, prompt = load_model(default_model_path()), np.array([[5, 6, 7, 8]], np.int32)
+    make = (lambda: list(model.stream(prompt, 100))) if seed % 2 else (lambda: model.generate(prompt, 100))
+    make()
+    seconds = random.Random(seed).uniform(0, 0.1)
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            make()
+
+
 def end_while_calls_run(kind: str, seed: int) -> None:
     """What a forked child does; it returns into the end of the interpreter while kernels are running."""
+    if kind == "text":
+        end_after_an_interrupted_text(seed)
+        return
     layer, batch = random_layer(0, 8, 256, 256).packed(), random_batch(512, 256, 8)
     call = jax.jit(w4a8.fused_experts)
     call(*batch, layer).block_until_ready()
@@ -224,6 +242,16 @@ def ends_with_pending_calls() -> None:
 
 def ends_with_threads_in_calls() -> None:
     ends("threads", 2)
+
+
+def ends_after_interrupted_texts() -> None:
+    ends("text", 2)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.usefixtures("models")
+def test_the_interpreter_ends_after_an_interrupted_text():
+    assert in_process(ends_after_interrupted_texts, JAX_PLATFORMS="cpu", PYTHONWARNINGS="ignore") == ""
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

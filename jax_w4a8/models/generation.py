@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,8 @@ from jax_w4a8.models.sampling import Numbers, Rules, SamplerState, Sampling, cho
 
 if TYPE_CHECKING:
     from jax_w4a8.models.decoder import Decoder
+
+_Value = TypeVar("_Value")
 
 #: Caches have a power of two of slots up to this and a multiple of it beyond, so that programs are shared.
 CACHE_MULTIPLE = 1024
@@ -83,27 +86,42 @@ class Request:
             raise TypeError(f"stop_token_ids must be integers, got {self.stop_token_ids!r}")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Skeleton:
-    """A model without its arrays: static under ``jit``, its hash computed once."""
+class _Static(Generic[_Value]):
+    """A static argument of the programs below: one object for all equal values, compared by identity.
+
+    ``jit`` compares static arguments in every call. For two models without their arrays that takes time in
+    every decode step, the more the more layers there are, and JAX turns whatever Python raises in a
+    comparison, a Ctrl-C too, into a ValueError.
+    """
+
+    def __init__(self, value: _Value) -> None:
+        self.value = value
+
+    @classmethod
+    def of(cls, value: _Value) -> _Static[_Value]:
+        """The one for ``value``, which lives as long as a caller or one of JAX's caches needs it."""
+        return _STATICS.setdefault(value, cls(value))
+
+
+_STATICS: weakref.WeakValueDictionary[Any, _Static[Any]] = weakref.WeakValueDictionary()
+
+
+class _Skeleton(NamedTuple):
+    """A model without its arrays."""
 
     graphdef: Any
     treedef: Any
-    hash_value: int
-
-    def __hash__(self) -> int:
-        return self.hash_value
 
     def model(self, leaves: list[jax.Array]) -> Decoder:
         model: Decoder = nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
         return model
 
 
-def _take_apart(model: Decoder) -> tuple[_Skeleton, list[jax.Array]]:
+def _take_apart(model: Decoder) -> tuple[_Static[_Skeleton], list[jax.Array]]:
     """Flattened once per generation; flattening modules anew would dominate a decode step."""
     graphdef, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
-    return _Skeleton(graphdef, treedef, hash((graphdef, treedef))), leaves
+    return _Static.of(_Skeleton(graphdef, treedef)), leaves
 
 
 #: The state of each row's last token, float32 ``[B, H]``, and the cache up to it.
@@ -114,10 +132,10 @@ _Made = tuple[jax.Array, KVCache, SamplerState]
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def _prefill(
-    skeleton: _Skeleton, leaves: list[jax.Array], ids: jax.Array, lengths: jax.Array, capacity: int
+    skeleton: _Static[_Skeleton], leaves: list[jax.Array], ids: jax.Array, lengths: jax.Array, capacity: int
 ) -> _Read:
     """The first chunk of the prompts."""
-    model = skeleton.model(leaves)
+    model = skeleton.value.model(leaves)
     cache = model.empty_cache(ids.shape[0], capacity)
     hidden, cache = model.hidden_states(ids, cache, lengths)
     return _last(hidden, lengths), cache
@@ -125,7 +143,7 @@ def _prefill(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(4, 5))
 def _extend(
-    skeleton: _Skeleton,
+    skeleton: _Static[_Skeleton],
     leaves: list[jax.Array],
     ids: jax.Array,
     lengths: jax.Array,
@@ -133,7 +151,7 @@ def _extend(
     cache: KVCache,
 ) -> _Read:
     """A further chunk; rows that ended before keep their last state."""
-    hidden, cache = skeleton.model(leaves).hidden_states(ids, cache, lengths)
+    hidden, cache = skeleton.value.model(leaves).hidden_states(ids, cache, lengths)
     return jnp.where(lengths[:, None] > 0, _last(hidden, lengths), last), cache
 
 
@@ -145,36 +163,36 @@ def _last(hidden: jax.Array, lengths: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 7))
 def _begin(
-    skeleton: _Skeleton,
+    skeleton: _Static[_Skeleton],
     leaves: list[jax.Array],
     last: jax.Array,
     ids: jax.Array,
     lengths: jax.Array,
     seeds: jax.Array,
     numbers: Numbers,
-    rules: Rules,
+    rules: _Static[Rules],
 ) -> tuple[jax.Array, SamplerState]:
     """The first new token of each row."""
-    model = skeleton.model(leaves)
+    model = skeleton.value.model(leaves)
     logits = model.logits(last)
-    state = start_sampler(rules, seeds, ids, lengths, logits.shape[-1])
-    return choose(logits, state, rules, numbers)
+    state = start_sampler(rules.value, seeds, ids, lengths, logits.shape[-1])
+    return choose(logits, state, rules.value, numbers)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=(3, 4))
 def _step(
-    skeleton: _Skeleton,
+    skeleton: _Static[_Skeleton],
     leaves: list[jax.Array],
     token: jax.Array,
     cache: KVCache,
     state: SamplerState,
     numbers: Numbers,
-    rules: Rules,
+    rules: _Static[Rules],
 ) -> _Made:
     """The token after ``token``."""
-    model = skeleton.model(leaves)
+    model = skeleton.value.model(leaves)
     hidden, cache = model.hidden_states(token[:, None], cache)
-    token, state = choose(model.logits(hidden[:, 0]), state, rules, numbers)
+    token, state = choose(model.logits(hidden[:, 0]), state, rules.value, numbers)
     return token, cache, state
 
 
@@ -193,9 +211,9 @@ class _Run:
         self.capacity = _capacity(max(read, prompts.longest + request.max_new_tokens))
         self.skeleton, self.leaves = _take_apart(model)
         self.on_mesh = model.options.sharding is not None
-        self.rules, self.numbers = request.sampling.rules, request.sampling.numbers
+        self.rules, self.numbers = _Static.of(request.sampling.rules), request.sampling.numbers
         self.seeds = request.sampling.seeds(self.batch)
-        seen = prompts.ids if self.rules.uses_penalty else prompts.ids[:, :0]
+        seen = prompts.ids if request.sampling.rules.uses_penalty else prompts.ids[:, :0]
         self.seen = np.pad(seen, ((0, 0), (0, -seen.shape[1] % SMALLEST_CHUNK)))
 
     def compile(self, steps: bool) -> None:
