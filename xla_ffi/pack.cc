@@ -191,7 +191,8 @@ class FloatSource {
   void Put(int64_t row, int64_t first, const WeightGroups& groups, uint8_t* out) {
     uint32_t packed[kMostWeights / kRunInputs];
     kernels_.quantize(dtype_, Weights(row, first), groups, packed);
-    for (int64_t run = 0; run < Runs(groups.count); ++run) Store(out + run * kRunBytes, packed[run]);
+    for (int64_t run = 0; run < Runs(groups.count); ++run)
+      Store(out + run * kRunBytes, packed[run]);
   }
 
   void Ahead(int64_t row, int64_t first, int64_t count) const {
@@ -332,8 +333,8 @@ class BlockPacker {
     }
     if (block_ + 1 < target_.blocks) {
       const int64_t bytes = (end - begin) / 2;  // of a channel
-      Fetch<true>(target_.codes + (block_ + 1) * target_.codes_stride +
-                      begin * kBlockChannels / 2 + channel * bytes,
+      Fetch<true>(target_.codes + (block_ + 1) * target_.codes_stride + begin * kBlockChannels / 2 +
+                      channel * bytes,
                   bytes);
     }
   }

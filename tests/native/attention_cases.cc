@@ -30,8 +30,8 @@ struct Kind {
   int64_t batch = 1;
   int64_t window = 0;
   bool sinks = false;
-  int order = 0;         // binary order of the queries: scores are far apart where it is high
-  float odd_query = 0;   // takes the place of one input of token 1, where there is one
+  int order = 0;        // binary order of the queries: scores are far apart where it is high
+  float odd_query = 0;  // takes the place of one input of token 1, where there is one
   int threads = 1;
 
   std::string Name() const {
@@ -51,8 +51,8 @@ void RunCase(const Heads& heads, const Span& span, const Kind& kind, const Kerne
   // A step of slots that no token sees: what is there must not matter.
   const int64_t slots = (seen + kAttendStep - 1) / kAttendStep * kAttendStep + kAttendStep;
   Random random(static_cast<uint64_t>(seen));
-  std::vector<float> queries = random.Floats(kind.batch * span.tokens * heads.heads * heads.dim,
-                                             kind.order - 3, kind.order);
+  std::vector<float> queries =
+      random.Floats(kind.batch * span.tokens * heads.heads * heads.dim, kind.order - 3, kind.order);
   if (span.tokens > 1 && kind.odd_query != 0) {
     queries[static_cast<size_t>(heads.heads * heads.dim)] = kind.odd_query;
   }

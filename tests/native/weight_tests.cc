@@ -16,7 +16,7 @@
 namespace jax_w4a8 {
 namespace {
 
-constexpr int kNeighbours = 1;    // floats on each side
+constexpr int kNeighbours = 1;  // floats on each side
 constexpr int64_t kGroup = 128;
 
 // All floats next to a half or whole multiple of `scale` that quantisation may meet.

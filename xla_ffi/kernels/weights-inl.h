@@ -143,8 +143,7 @@ static float Largest(DType dtype, const void* weights, int64_t n) {
   }
 }
 
-static void Quantize(DType dtype, const void* weights, const WeightGroups& groups,
-                     uint32_t* runs) {
+static void Quantize(DType dtype, const void* weights, const WeightGroups& groups, uint32_t* runs) {
   switch (dtype) {
     case DType::kF32:
       return QuantizeOf<F32Weights>(weights, groups, runs);

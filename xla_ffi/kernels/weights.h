@@ -26,10 +26,10 @@ struct WeightKernels {
   // is. Subnormal floats count as zero, as they do for XLA on CPUs.
   float (*largest)(DType dtype, const void* weights, int64_t n);
 
-  // Quantises groups.count <= kMostWeights weights: code = round(weight / scale), halves to even, at
-  // most 7. runs[r] gets the four bytes that one channel has in a run of the packed layout, with
-  // code 0 behind the last weight, up to the end of its chunk. Takes magnitudes of at most 8 x scale; where a scale isn't above
-  // 0 all codes are 0.
+  // Quantises groups.count <= kMostWeights weights: code = round(weight / scale), halves to even,
+  // at most 7. runs[r] gets the four bytes that one channel has in a run of the packed layout, with
+  // code 0 behind the last weight, up to the end of its chunk. Takes magnitudes of at most 8 x
+  // scale; where a scale isn't above 0 all codes are 0.
   void (*quantize)(DType dtype, const void* weights, const WeightGroups& groups, uint32_t* runs);
 };
 
