@@ -122,7 +122,7 @@ void AddAttentionCases(Cases& cases) {
     }
     for (const Kind& kind : {Kind(), windowed, both}) {
       AddCase(cases, heads, {700, 1}, Threads(kind, 3));    // split by segments
-      AddCase(cases, heads, {400, 300}, Threads(kind, 3));  // split by tokens alone
+      AddCase(cases, heads, {400, 90}, Threads(kind, 3));  // split by tokens alone
     }
   }
 }
