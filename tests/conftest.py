@@ -1,4 +1,4 @@
-"""How many examples property tests try: few and always the same, or as many as fit into an hour.
+"""How many examples property tests try: few and always the same, or a hundred times as many at random.
 
 ``pytest tests/test_properties.py --hypothesis-profile=long`` is the latter.
 """
