@@ -121,7 +121,7 @@ void AddAttentionCases(Cases& cases) {
       AddCase(cases, heads, {230, 33}, kind);
     }
     for (const Kind& kind : {Kind(), windowed, both}) {
-      AddCase(cases, heads, {700, 1}, Threads(kind, 3));    // split by segments
+      AddCase(cases, heads, {700, 1}, Threads(kind, 3));   // split by segments
       AddCase(cases, heads, {400, 90}, Threads(kind, 3));  // split by tokens alone
     }
   }
