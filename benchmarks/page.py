@@ -14,16 +14,21 @@ from targets import OURS, target_table
 MARK = "<!-- tables: written by record.py -->"
 
 
-def write_page(page: Path, results: Path) -> None:
-    """Replaces all that follows the mark."""
-    records = {
+def read_records(results: Path) -> dict[str, Any]:
+    """The recorded runs, by name."""
+    return {
         name: json.loads(path.read_text()) for name in RUNS if (path := results / f"{name}.json").exists()
     }
+
+
+def write_page(page: Path, results: Path) -> None:
+    """Replaces all that follows the mark."""
+    records = read_records(results)
     sections = [_section(name, record, results) for name, record in records.items()]
     header, rows = target_table(records)
     if rows:
         lines = ["## Targets", "", "By our instruction set; shares and ratios of one run each.", ""]
-        sections.insert(0, "\n".join([*lines, *_table(header, rows, 1)]))
+        sections.insert(0, "\n".join([*lines, *table(header, rows, 1)]))
     head = page.read_text().split(MARK)[0]
     page.write_text("\n\n".join([head + MARK, *sections]) + "\n")
 
@@ -50,7 +55,7 @@ def _circumstances(record: dict[str, Any]) -> str:
     return f"{text}; G MAC/s {peaks}." if peaks else f"{text}."
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int) -> list[str]:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int) -> list[str]:
     rule = ["---"] * text_columns + ["--:"] * (len(header) - text_columns)
     return ["| " + " | ".join(row) + " |" for row in (header, rule, *rows)]
 
@@ -80,7 +85,7 @@ def _layer_tables(record: dict[str, Any]) -> list[str]:
                 "" if row["implementation"] == OURS else f"{ratio:.2f}x",
             )
         )
-    return _table(header, rows, 3)
+    return table(header, rows, 3)
 
 
 def _case(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -104,7 +109,7 @@ def _model_tables(record: dict[str, Any]) -> list[str]:
         f"Prompt of {case['prompt_tokens']} tokens, then {case['decode_tokens']} more; "
         f"{record['weight_bytes'] / 1e9:.2f} GB of weights made in {record['build_seconds']:.0f} s.",
         "",
-        *_table(header, rows, 1),
+        *table(header, rows, 1),
         "",
         "Where our time goes:",
         "",
@@ -125,6 +130,6 @@ def _model_tables(record: dict[str, Any]) -> list[str]:
         for part in step
     ]
     parts.append(("all", f"{total:.2f}", "", f"{sum(must_read.values()) / 1e6:.1f}", f"{whole:.1f}", ""))
-    return lines + _table(
+    return lines + table(
         ("part", "decode step, ms", "share", "MB it must read", "prefill, ms", "share"), parts, 1
     )

@@ -1,4 +1,4 @@
-"""Records benchmark runs on this machine: JSON and plots in results/, tables in README.md.
+"""Records benchmark runs on this machine: JSON and plots in results/, tables in README.md and the project's.
 
 python benchmarks/record.py layer          # run one group, then write the page
 python benchmarks/record.py --all          # run every group
@@ -15,10 +15,12 @@ from pathlib import Path
 
 from page import write_page
 from runs import GROUPS, RUNS
+from summary import write_summary
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 PAGE = HERE / "README.md"
+README = HERE.parent / "README.md"
 
 
 def record(name: str) -> None:
@@ -53,6 +55,7 @@ def main() -> None:
             if run.group in chosen:
                 record(name)
     write_page(PAGE, RESULTS)
+    write_summary(README, RESULTS)
 
 
 if __name__ == "__main__":

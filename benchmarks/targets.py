@@ -64,25 +64,34 @@ def _shares(
         yield Figure(f"{what}, T={tokens}", goal, found, percent=True)
 
 
+def ratios(
+    record: Record, tokens: int, chosen: Callable[[Row], bool] = lambda row: True, **wanted: Any
+) -> dict[str, float]:
+    """How much faster we are than the fastest of the chosen others, by instruction set; empty without any."""
+    rows = _rows(record, tokens=tokens, **wanted)
+    others = [row["milliseconds"] for row in rows if row["implementation"] != OURS and chosen(row)]
+    ours = [row for row in rows if row["implementation"] == OURS] if others else []
+    return {row["variant"]: min(others) / row["milliseconds"] for row in ours}
+
+
+def model_ratios(record: Record, key: str) -> float:
+    """How many times the fastest peer's rate of a whole model ours is."""
+    ours, *others = record["results"]
+    return float(ours[key] / max(other[key] for other in others))
+
+
 def _against(
     records: Mapping[str, Record],
     name: str,
     what: str,
     goals: Mapping[int, float],
-    chosen: Callable[[Row], bool],
+    chosen: Callable[[Row], bool] = lambda row: True,
     **wanted: Any,
 ) -> Iterator[Figure]:
-    """How much faster we are than the fastest of the chosen others."""
     if name not in records:
         return
     for tokens, goal in goals.items():
-        rows = _rows(records[name], tokens=tokens, **wanted)
-        others = [row["milliseconds"] for row in rows if row["implementation"] != OURS and chosen(row)]
-        if others:
-            fastest = min(others)
-            found = {
-                row["variant"]: fastest / row["milliseconds"] for row in rows if row["implementation"] == OURS
-            }
+        if found := ratios(records[name], tokens, chosen, **wanted):
             yield Figure(f"against {what}, T={tokens}", goal, found)
 
 
@@ -117,37 +126,31 @@ def _layer(records: Mapping[str, Record]) -> Iterator[Figure]:
 
 
 def _peers(records: Mapping[str, Record]) -> Iterator[Figure]:
-    def anything(row: Row) -> bool:
-        return True
-
     def starts(text: str) -> Callable[[Row], bool]:
         return lambda row: row["variant"].startswith(text)
 
     llama = "peer-llamacpp"
     yield from _against(records, llama, "llama.cpp Q4_0 repacked", {1024: 5.0}, starts("Q4_0"))
     yield from _against(records, llama, "llama.cpp Q4_K", {1024: 2.3}, starts("Q4_K"))
-    yield from _against(records, llama, "llama.cpp's fastest", dict.fromkeys((*_FEW, 64, 256), 1.2), anything)
+    yield from _against(records, llama, "llama.cpp's fastest", dict.fromkeys((*_FEW, 64, 256), 1.2))
     goals = {1024: 1.4, 256: 1.5, **dict.fromkeys((64, 16, 4, 1), 3.0)}
-    yield from _against(records, "peer-zentorch", "zentorch", goals, anything)
+    yield from _against(records, "peer-zentorch", "zentorch", goals)
     for group in (128, 32):
         goals = {1024: 2.3, 256: 2.0, 64: 2.0, 16: 2.0, 1: 1.5}
         name = f"peer-onnxruntime-g{group}"
-        yield from _against(records, name, f"ONNX Runtime QMoE, g {group}", goals, anything)
+        yield from _against(records, name, f"ONNX Runtime QMoE, g {group}", goals)
     for group, goal in ((32, 1.25), (128, 1.1)):
         goals = {1: 1.0, **dict.fromkeys((64, 256, 1024), goal)}
         what = f"the best of OpenVINO and ONNX Runtime, linear, g {group}"
-        yield from _against(records, "linear", what, goals, anything, group_size=group)
+        yield from _against(records, "linear", what, goals, group_size=group)
     goals = {1024: 3.5, **dict.fromkeys(_ALL[:-1], 5.0)}
-    yield from _against(records, "pure-jax", "the best pure JAX", goals, anything)
+    yield from _against(records, "pure-jax", "the best pure JAX", goals)
 
 
 def _model(records: Mapping[str, Record]) -> Iterator[Figure]:
     recorded = [records[name] for name in ("model-llamacpp", "model-llamacpp-best") if name in records]
     for key, what, goal in (("decode_rate", "decode", 1.2), ("prefill_rate", "prefill", 3.0)):
-        found = {}
-        for record in recorded:
-            ours, *others = record["results"]
-            found[record["instruction_set"]] = ours[key] / max(other[key] for other in others)
+        found = {record["instruction_set"]: model_ratios(record, key) for record in recorded}
         yield Figure(f"whole model against llama.cpp, {what}", goal, found)
 
 
