@@ -205,6 +205,20 @@ def test_one_hot_expert(hidden, inner, group_size, tokens):
     assert_same_bits(compiled.linear(x[-5:], packed_linear(40, hidden, group_size)), row[-5:])
 
 
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_outputs_that_are_stored_past_the_caches(name):
+    """Slots' inner and outer rows are above 8 MiB each; those of a tenth of the tokens are not."""
+    layer, batch = random_layer(12, 2, 1024, 1024, 128).packed(), random_batch(1100, 1024, 2)
+    assert 4 * 1024 * batch.ids.size > 8 << 20
+    with w4a8.using_instruction_set(name):
+        whole = np.asarray(compiled.fused_experts(*batch, layer))
+        parts = [
+            np.asarray(compiled.fused_experts(*(part[first : first + 110] for part in batch), layer))
+            for first in range(0, 1100, 110)
+        ]
+    assert_same_bits(np.concatenate(parts), whole)
+
+
 def test_more_tokens_than_a_pass_takes():
     """2048 at a time."""
     layer = random_layer(8, 3, 40, 33, 32).packed()
