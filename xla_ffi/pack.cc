@@ -179,20 +179,26 @@ class FloatSource {
   FloatSource(DType dtype, const PackRows<void>& rows)
       : kernels_(ActiveWeightKernels()), dtype_(dtype), rows_(rows) {}
 
-  // The scale of inputs [first, first + count) of a row, in the target's precision: the largest
+  // Scales of the groups [begin, begin + count) of a row, in the target's precision: the largest
   // magnitude over 7.5.
-  float Scale(int64_t row, int64_t first, int64_t count, DType target) const {
-    const float largest = kernels_.largest(dtype_, Weights(row, first), count);
-    const float exact = largest / 7.5f;
-    const float scale = exact < kLeastScale ? 0.0f : exact;
-    return target == DType::kBF16 ? FloatOfBF16(BF16Of(scale)) : scale;
+  void Scales(int64_t row, int64_t begin, int64_t count, const PackTarget& target,
+              float* scale) const {
+    const int64_t first = begin * target.group_width;
+    const int64_t inputs = std::min(count * target.group_width, target.inputs - first);
+    kernels_.largest(dtype_, Weights(row, first), inputs, target.group_width, scale);
+    for (int64_t i = 0; i < count; ++i) {
+      const float exact = scale[i] / 7.5f;
+      scale[i] = exact < kLeastScale ? 0.0f : exact;
+    }
+    if (target.scale_dtype != DType::kBF16) return;
+    for (int64_t i = 0; i < count; ++i) scale[i] = FloatOfBF16(BF16Of(scale[i]));
   }
 
   void Put(int64_t row, int64_t first, const WeightGroups& groups, uint8_t* out) {
     uint32_t packed[kMostWeights / kRunInputs];
     kernels_.quantize(dtype_, Weights(row, first), groups, packed);
-    for (int64_t run = 0; run < Runs(groups.count); ++run)
-      Store(out + run * kRunBytes, packed[run]);
+    const int64_t count = Runs(groups.count);  // for all that the compiler knows, stores change it
+    for (int64_t run = 0; run < count; ++run) Store(out + run * kRunBytes, packed[run]);
   }
 
   void Ahead(int64_t row, int64_t first, int64_t count) const {
@@ -231,15 +237,26 @@ float LoadScale(const PackScales& scales, int64_t row, int64_t group) {
   return scales.dtype == DType::kBF16 ? FloatOfBF16(half) : FloatOfF16(half);
 }
 
+struct LoadedScales {
+  const PackScales& scales;
+
+  void operator()(int64_t row, int64_t begin, int64_t count, float* scale) const {
+    for (int64_t i = 0; i < count; ++i) scale[i] = LoadScale(scales, row, begin + i);
+  }
+};
+
+// `make_scales`(row, begin, count, scale) makes the scales of the groups [begin, begin + count) of
+// a row.
+
 // One block: its channels take turns in filling a span of inputs, which is whole groups or part of
 // one, so that reads are long and what is written stays in the first-level cache.
-template <class Source, class MakeScale>
+template <class Source, class MakeScales>
 class BlockPacker {
  public:
-  BlockPacker(Source& source, const MakeScale& make_scale, const PackTarget& target, int64_t block,
-              int64_t channels)
+  BlockPacker(Source& source, const MakeScales& make_scales, const PackTarget& target,
+              int64_t block, int64_t channels)
       : source_(source),
-        make_scale_(make_scale),
+        make_scales_(make_scales),
         target_(target),
         block_(block),
         channels_(channels) {}
@@ -266,9 +283,7 @@ class BlockPacker {
     // All scales before all codes: neither has to wait for the other then.
     float scale[kSpanInputs / kChunkInputs];
     int32_t sum[kSpanInputs / kChunkInputs] = {};
-    for (int64_t group = begin; group < end; ++group) {
-      scale[group - begin] = PutScale(channel, group);
-    }
+    PutScales(channel, begin, end - begin, scale);
     PutCodes(channel, begin * width, end * width, scale, sum);
     for (int64_t i = 0; i < end - begin; ++i) Add(channel, sum[i], scale[i]);
   }
@@ -278,7 +293,7 @@ class BlockPacker {
     const int64_t end = begin + target_.group_width;
     float scale[kBlockChannels];
     int32_t sum[kBlockChannels] = {};
-    for (int64_t c = 0; c < kBlockChannels; ++c) scale[c] = PutScale(c, group);
+    for (int64_t c = 0; c < kBlockChannels; ++c) PutScales(c, group, 1, &scale[c]);
     for (int64_t i = begin; i < end; i += kSpanInputs) {
       for (int64_t c = 0; c < kBlockChannels; ++c) {
         PutCodes(c, i, std::min(i + kSpanInputs, end), &scale[c], &sum[c]);
@@ -287,12 +302,17 @@ class BlockPacker {
     for (int64_t c = 0; c < kBlockChannels; ++c) Add(c, sum[c], scale[c]);
   }
 
-  float PutScale(int64_t channel, int64_t group) {
-    const float scale =
-        channel < channels_ ? make_scale_(block_ * kBlockChannels + channel, group) : 0.0f;
-    finite_ = finite_ && (BitsOf(scale) & 0x7f800000u) != 0x7f800000u;
-    StoreScale(target_, block_, group, channel, scale);
-    return scale;
+  // Makes the scales of the groups [begin, begin + count), and stores them.
+  void PutScales(int64_t channel, int64_t begin, int64_t count, float* scale) {
+    if (channel < channels_) {
+      make_scales_(block_ * kBlockChannels + channel, begin, count, scale);
+    } else {
+      std::fill(scale, scale + count, 0.0f);
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      finite_ = finite_ && (BitsOf(scale[i]) & 0x7f800000u) != 0x7f800000u;
+      StoreScale(target_, block_, begin + i, channel, scale[i]);
+    }
   }
 
   // Inputs [begin, end): whole groups, the first of which has scale[0], or part of one. Adds the
@@ -345,7 +365,7 @@ class BlockPacker {
   }
 
   Source& source_;
-  const MakeScale& make_scale_;
+  const MakeScales& make_scales_;
   const PackTarget& target_;
   int64_t block_;
   int64_t channels_;  // that exist
@@ -353,15 +373,15 @@ class BlockPacker {
   float total_[kBlockChannels] = {};
 };
 
-// Fills all blocks; make_scale(row, group) gives each scale before its codes are put.
-template <class Source, class MakeScale>
-bool Pack(Source& source, int64_t rows, const PackTarget& target, const MakeScale& make_scale) {
+// Fills all blocks.
+template <class Source, class MakeScales>
+bool Pack(Source& source, int64_t rows, const PackTarget& target, const MakeScales& make_scales) {
   const ScopedFloatEnv float_env;
   bool finite = true;
   for (int64_t block = 0; block < target.blocks; ++block) {
     const int64_t left = rows - block * kBlockChannels;
     const int64_t channels = left < kBlockChannels ? left : kBlockChannels;
-    BlockPacker packer(source, make_scale, target, block, channels);
+    BlockPacker packer(source, make_scales, target, block, channels);
     finite = packer.Run() && finite;
   }
   return finite && source.valid();
@@ -379,22 +399,20 @@ const WeightKernels* const kWeightKernels[] = {
 
 bool PackCodes(const PackRows<int8_t>& codes, const PackScales& scales, const PackTarget& target) {
   CodeSource source(codes);
-  return Pack(source, codes.rows, target,
-              [&](int64_t row, int64_t group) { return LoadScale(scales, row, group); });
+  return Pack(source, codes.rows, target, LoadedScales{scales});
 }
 
 bool PackWords(const PackRows<int32_t>& words, const PackScales& scales, const PackTarget& target) {
   WordSource source(words);
-  return Pack(source, words.rows, target,
-              [&](int64_t row, int64_t group) { return LoadScale(scales, row, group); });
+  return Pack(source, words.rows, target, LoadedScales{scales});
 }
 
 bool PackFloats(DType dtype, const PackRows<void>& weights, const PackTarget& target) {
   FloatSource source(dtype, weights);
-  return Pack(source, weights.rows, target, [&](int64_t row, int64_t group) {
-    return source.Scale(row, group * target.group_width, target.GroupInputs(group),
-                        target.scale_dtype);
-  });
+  return Pack(source, weights.rows, target,
+              [&](int64_t row, int64_t begin, int64_t count, float* scale) {
+                source.Scales(row, begin, count, target, scale);
+              });
 }
 
 const WeightKernels& ActiveWeightKernels() {

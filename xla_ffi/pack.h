@@ -32,11 +32,6 @@ struct PackTarget {
   int64_t groups;
   int64_t group_width;
   int64_t inputs;  // that exist; groups * group_width or fewer
-
-  int64_t GroupInputs(int64_t group) const {
-    const int64_t left = inputs - group * group_width;
-    return left < group_width ? left : group_width;
-  }
 };
 
 // Scales as they come, [rows, groups]; float16 is widened, the others are of the target's dtype.

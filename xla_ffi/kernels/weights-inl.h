@@ -42,14 +42,25 @@ static inline Bits BitsAt(const void* weights, int64_t index) {
 }
 
 template <class Format>
-static inline float LargestOf(const void* weights, int64_t n) {
+static inline float LargestOf(const void* weights, int64_t begin, int64_t n) {
   using Bits = typename Format::Bits;
   Bits largest = 0;
   for (int64_t i = 0; i < n; ++i) {
-    const Bits bits = static_cast<Bits>(BitsAt<Bits>(weights, i) & Format::kMagnitude);
+    const Bits bits = static_cast<Bits>(BitsAt<Bits>(weights, begin + i) & Format::kMagnitude);
     largest = bits > largest ? bits : largest;
   }
   return FlushSubnormal(Format::ToFloat(largest));
+}
+
+// Here and below, groups of one chunk have loops of their own: compilers unroll what has a length
+// they know.
+template <class Format>
+static inline void LargestOfGroups(const void* weights, int64_t n, int64_t width, float* largest) {
+  for (int64_t begin = 0; begin < n; begin += width, ++largest) {
+    const int64_t count = width < n - begin ? width : n - begin;
+    *largest = count == kChunkInputs ? LargestOf<Format>(weights, begin, kChunkInputs)
+                                     : LargestOf<Format>(weights, begin, count);
+  }
 }
 
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
@@ -89,57 +100,65 @@ static inline void StoreCodes(const void* weights, int64_t n, const float* scale
   }
 }
 
-// Joins stored codes to runs, whose sum it returns.
-static inline int32_t JoinRuns(const uint8_t* stored, int64_t count, uint32_t* runs) {
-  uint64_t sum = 0;
+// Joins stored codes to runs, and sums[run] of what is stored.
+static inline void JoinRuns(const uint8_t* stored, int64_t count, uint32_t* runs, uint32_t* sums) {
   for (int64_t run = 0; run < count; ++run) {
     uint64_t eight;
     memcpy(&eight, stored + run * kRunInputs, sizeof(eight));
     runs[run] = static_cast<uint32_t>(eight | (eight >> 28));
-    sum += eight * 0x0101010101010101u >> 56;  // of eight bytes up to 15
+    uint64_t sum = eight + (eight >> 32);  // of eight bytes up to 15
+    sum += sum >> 16;
+    sums[run] = static_cast<uint32_t>(sum + (sum >> 8)) & 0xffu;
   }
-  return static_cast<int32_t>(sum) - kCodeOffset * static_cast<int32_t>(count * kRunInputs);
 }
 
-// Groups are whole chunks: loops over those have a length that compilers know.
+static inline int32_t SumOfCodes(const uint32_t* sums, int64_t runs) {
+  uint32_t sum = 0;
+  for (int64_t run = 0; run < runs; ++run) sum += sums[run];
+  return static_cast<int32_t>(sum) - kCodeOffset * static_cast<int32_t>(runs * kRunInputs);
+}
+
 template <class Format>
 static inline void QuantizeOf(const void* weights, const WeightGroups& groups, uint32_t* runs) {
-  alignas(64) float scale[kMostWeights], reciprocal[kMostWeights];
+  constexpr int64_t kChunkRuns = kChunkInputs / kRunInputs;
   alignas(64) uint8_t stored[kMostWeights];
+  alignas(64) uint32_t sums[kMostWeights / kRunInputs];
+  alignas(64) float scale[kMostWeights], reciprocal[kMostWeights];
   const int64_t n = groups.count, width = groups.width;
-  const int64_t end = (n + kChunkInputs - 1) / kChunkInputs * kChunkInputs;
+  const int64_t count = (n + kChunkInputs - 1) / kChunkInputs * kChunkRuns;
+  memset(stored + count * kRunInputs - kChunkInputs, kCodeOffset, kChunkInputs);
   bool quick = true;
-  for (int64_t begin = 0, group = 0; begin < end; begin += width, ++group) {
+  for (int64_t begin = 0, group = 0; begin < n; begin += width, ++group) {
     // Where a scale is too small to be one, all weights are 0 by any.
     const float one = groups.scales[group] > 0 ? groups.scales[group] : 1.0f, by = 1.0f / one;
     quick = quick && one > kLeastQuick;
-    for (int64_t chunk = begin; chunk < begin + width && chunk < end; chunk += kChunkInputs) {
-      for (int64_t i = 0; i < kChunkInputs; ++i) {
-        scale[chunk + i] = one;
-        reciprocal[chunk + i] = by;
-      }
+    for (int64_t chunk = begin; chunk < begin + width && chunk < n; chunk += kChunkInputs) {
+      for (int64_t i = 0; i < kChunkInputs; ++i) scale[chunk + i] = one;
+      for (int64_t i = 0; i < kChunkInputs; ++i) reciprocal[chunk + i] = by;
     }
   }
-  memset(stored + end - kChunkInputs, kCodeOffset, kChunkInputs);
   if (quick) {
     StoreCodes<Format, false>(weights, n, scale, reciprocal, stored);
   } else {
     StoreCodes<Format, true>(weights, n, scale, reciprocal, stored);
   }
-  for (int64_t begin = 0, group = 0; begin < end; begin += width, ++group) {
-    const int64_t count = (width < end - begin ? width : end - begin) / kRunInputs;
-    groups.sums[group] = JoinRuns(stored + begin, count, runs + begin / kRunInputs);
+  JoinRuns(stored, count, runs, sums);
+  for (int64_t begin = 0, group = 0; begin < count; begin += width / kRunInputs, ++group) {
+    const int64_t left = count - begin, whole = width / kRunInputs;
+    groups.sums[group] = whole == kChunkRuns
+                             ? SumOfCodes(sums + begin, kChunkRuns)
+                             : SumOfCodes(sums + begin, whole < left ? whole : left);
   }
 }
 
-static float Largest(DType dtype, const void* weights, int64_t n) {
+static void Largest(DType dtype, const void* weights, int64_t n, int64_t width, float* largest) {
   switch (dtype) {
     case DType::kF32:
-      return LargestOf<F32Weights>(weights, n);
+      return LargestOfGroups<F32Weights>(weights, n, width, largest);
     case DType::kBF16:
-      return LargestOf<BF16Weights>(weights, n);
+      return LargestOfGroups<BF16Weights>(weights, n, width, largest);
     default:
-      return LargestOf<F16Weights>(weights, n);
+      return LargestOfGroups<F16Weights>(weights, n, width, largest);
   }
 }
 

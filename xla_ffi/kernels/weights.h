@@ -22,9 +22,10 @@ struct WeightGroups {
 struct WeightKernels {
   const char* name;  // that of the Kernels of the same instruction set
 
-  // The largest magnitude of n weights at any address, as a float; infinite or NaN if one of them
-  // is. Subnormal floats count as zero, as they do for XLA on CPUs.
-  float (*largest)(DType dtype, const void* weights, int64_t n);
+  // The largest magnitude of each group of `width` out of n weights at any address, as a float, the
+  // last group may lack some; infinite or NaN if one of them is. Subnormal floats count as zero, as
+  // they do for XLA on CPUs.
+  void (*largest)(DType dtype, const void* weights, int64_t n, int64_t width, float* largest);
 
   // Quantises groups.count <= kMostWeights weights: code = round(weight / scale), halves to even,
   // at most 7. runs[r] gets the four bytes that one channel has in a run of the packed layout, with
