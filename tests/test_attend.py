@@ -98,6 +98,23 @@ def test_slots_that_nobody_sees_may_hold_anything_finite(kind):
     assert np.array_equal(run(kind, queries, keys, values, span), clean)
 
 
+@NATIVE
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("window", [None, 5])
+def test_slots_that_are_not_finite_reach_only_tokens_that_see_them(bad, window):
+    """Neighbours of one tile of rows, and of one step of slots, among those that don't."""
+    (queries, keys, values), span = case([100, 0], 40, 256)
+    clean = np.asarray(run("native", queries, keys, values, span, window=window))
+    for row, start in enumerate((100, 0)):
+        keys[row, :, start + 17] = values[row, :, :, start + 17] = bad
+        keys[row, :, start + 40 :] = values[row, :, :, start + 40 :] = bad
+    made = np.asarray(run("native", queries, keys, values, span, window=window))
+    seeing = slice(17, 17 + window if window else None)
+    blind = np.delete(np.arange(40), seeing)
+    assert np.isnan(made[:, seeing]).all()
+    assert np.array_equal(made[:, blind], clean[:, blind])
+
+
 @both
 def test_padding_that_sees_nothing_is_finite(kind):
     (queries, keys, values), _ = case([0], 200, 256)

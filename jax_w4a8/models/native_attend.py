@@ -120,7 +120,7 @@ def attend_native(
       queries: float32 ``[B, T, N, D]``.
       keys: float32 ``[B, M, D, S]``; N is a multiple of M, and S of :data:`jax_w4a8.models.attend.BLOCK`.
       values: float32 ``[B, M, S, V]``; V is a multiple of ``WIDTH_MULTIPLE``. Slots that a token doesn't see
-        may hold any finite values.
+        may hold anything, infinities and NaN included.
       span: which positions the tokens have; padding gets zeros.
       scale, window, sinks: as :func:`jax_w4a8.models.attend.attend`.
       sharding: over which mesh axes the rows of the batch are spread; None for one device.

@@ -30,8 +30,9 @@ struct Kind {
   int64_t batch = 1;
   int64_t window = 0;
   bool sinks = false;
-  int order = 0;        // binary order of the queries: scores are far apart where it is high
-  float odd_query = 0;  // takes the place of one input of token 1, where there is one
+  int order = 0;          // binary order of the queries: scores are far apart where it is high
+  float odd_query = 0;    // takes the place of one input of token 1, where there is one
+  bool odd_slot = false;  // the middle token's own slot holds infinities: earlier tokens' bits stay
   int threads = 1;
 
   std::string Name() const {
@@ -41,6 +42,7 @@ struct Kind {
     if (order) name += ".order" + std::to_string(order);
     if (isnan(odd_query)) name += ".one_nan";
     if (isinf(odd_query)) name += ".one_infinity";
+    if (odd_slot) name += ".infinite_slot";
     return name + (threads > 1 ? ".threads" + std::to_string(threads) : "");
   }
 };
@@ -57,7 +59,14 @@ void RunCase(const Heads& heads, const Span& span, const Kind& kind, const Kerne
     queries[static_cast<size_t>(heads.heads * heads.dim)] = kind.odd_query;
   }
   const auto keys = random.Floats(kind.batch * heads.kv_heads * heads.dim * slots, -4, 0);
-  const auto values = random.Floats(kind.batch * heads.kv_heads * slots * heads.width, -6, 2);
+  auto values = random.Floats(kind.batch * heads.kv_heads * slots * heads.width, -6, 2);
+  if (kind.odd_slot) {
+    const int64_t slot = span.start + span.tokens / 2;
+    for (int64_t head = 0; head < kind.batch * heads.kv_heads; ++head) {
+      const auto row = values.begin() + (head * slots + slot) * heads.width;
+      std::fill(row, row + heads.width, INFINITY);
+    }
+  }
   const auto sinks = random.Floats(heads.heads, -3, 3);
   std::vector<int32_t> starts, lengths;
   for (int64_t row = 0; row < kind.batch; ++row) {
@@ -106,7 +115,7 @@ void AddAttentionCases(Cases& cases) {
   const Heads shapes[] = {{1, 1, 16, 16}, {8, 2, 64, 64}, {6, 2, 20, 48}, {7, 1, 128, 80}};
   // One token and several, on both sides of steps of 64 and segments of 256.
   const Span spans[] = {{0, 1}, {63, 1}, {64, 3}, {255, 2}, {700, 1}, {0, 70}, {230, 33}};
-  Kind windowed, sinking, far, both, odd, infinite;
+  Kind windowed, sinking, far, both, odd, infinite, odd_slot, odd_in_window;
   windowed.window = 50;
   sinking.sinks = true;
   far.order = 12;
@@ -115,9 +124,13 @@ void AddAttentionCases(Cases& cases) {
   both.sinks = true;
   odd.odd_query = NAN;
   infinite.odd_query = INFINITY;
+  odd_slot.odd_slot = true;
+  odd_in_window = odd_slot;
+  odd_in_window.window = 5;
   for (const Heads& heads : shapes) {
     for (const Span& span : spans) AddCase(cases, heads, span, {});
-    for (const Kind& kind : {windowed, sinking, far, both, odd, infinite}) {
+    for (const Kind& kind :
+         {windowed, sinking, far, both, odd, infinite, odd_slot, odd_in_window}) {
       AddCase(cases, heads, {230, 33}, kind);
     }
     for (const Kind& kind : {Kind(), windowed, both}) {

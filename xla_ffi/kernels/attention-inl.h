@@ -10,6 +10,9 @@ template <class V>
 constexpr int kAttendRows = V::kRegisters >= 32 ? 8 : 4;
 template <class V>
 constexpr int kAttendVectors = V::kRegisters >= 32 ? 2 : 1;
+// Of a row that is mixed alone: as many sums as a tile has at least.
+template <class V>
+constexpr int kAloneVectors = V::kRegisters >= 32 ? 8 : 4;
 
 constexpr float kLowestScore = -0x1p100f;
 constexpr float kMaskedScore = -0x1p120f;
@@ -73,6 +76,10 @@ static void MergeRow(const AttendRow& into, const AttendRow& part, int64_t width
   }
 }
 
+static inline int64_t TokenOf(const AttendArgs& args, int64_t row) {
+  return args.token_begin + row / args.group;
+}
+
 // Scaled queries of all tiles: [tile, input, row of the tile].
 template <class V>
 static void PackQueries(const AttendArgs& args) {
@@ -82,8 +89,8 @@ static void PackQueries(const AttendArgs& args) {
     float* out = args.packed_queries + tile * args.dim;
     for (int row = 0; row < kRows; ++row) {
       const int64_t place = tile + row < rows ? tile + row : rows - 1;
-      const int64_t token = args.token_begin + place / args.group;
-      const float* query = args.queries + token * args.query_stride + place % args.group * args.dim;
+      const float* query =
+          args.queries + TokenOf(args, place) * args.query_stride + place % args.group * args.dim;
       for (int64_t i = 0; i < args.dim; ++i) out[i * kRows + row] = query[i] * args.scale;
     }
   }
@@ -188,11 +195,11 @@ static float PowersOfRow(float* scores, const Visible& visible, const AttendRow&
   return shrinkage;
 }
 
-// Adds weighted values of a step's slots to `kVectors` vectors of a tile's mixtures.
-template <class V, int kVectors>
-static void MixColumns(const float* weights, const float* values, int64_t width,
-                       const float* shrinkage, float* mixed) {
-  constexpr int kRows = kAttendRows<V>;
+// Adds weighted values of some of a step's slots to `kVectors` vectors of the mixtures of `kRows`
+// rows.
+template <class V, int kRows, int kVectors>
+static inline void MixColumns(const float* weights, const float* values, const Visible& slots,
+                              int64_t width, const float* shrinkage, float* mixed) {
   const int64_t stride = width + kAttendRowExtra;
   typename V::F sum[kRows][kVectors];
   JAX_W4A8_UNROLL
@@ -203,7 +210,7 @@ static void MixColumns(const float* weights, const float* values, int64_t width,
           V::Mul(V::Load(mixed + row * stride + v * kBlockChannels), V::Set(shrinkage[row]));
     }
   }
-  for (int slot = 0; slot < kAttendStep; ++slot) {
+  for (int64_t slot = slots.first; slot < slots.last; ++slot) {
     typename V::F value[kVectors];
     JAX_W4A8_UNROLL
     for (int v = 0; v < kVectors; ++v)
@@ -224,48 +231,91 @@ static void MixColumns(const float* weights, const float* values, int64_t width,
   }
 }
 
-// Whether any row of the tile sees any slot of the step.
+// The same for all columns of `kRows` rows from `row` on.
+template <class V, int kRows, int kVectors>
+static void MixRows(const AttendArgs& args, const float* values, const Visible& slots,
+                    int64_t row) {
+  const float* weights = args.scores + row * kAttendStep;
+  const float* shrinkage = args.shrinkage + row;
+  const int64_t width = args.width;
+  float* mixed = RowOf(args.part, row, width).mixed;
+  int64_t column = 0;
+  for (; column + kVectors * kBlockChannels <= width; column += kVectors * kBlockChannels) {
+    MixColumns<V, kRows, kVectors>(weights, values + column, slots, width, shrinkage,
+                                   mixed + column);
+  }
+  for (; column < width; column += kBlockChannels) {
+    MixColumns<V, kRows, 1>(weights, values + column, slots, width, shrinkage, mixed + column);
+  }
+}
+
+// What the rows [begin, end) of a tile see of a step. Later tokens see later slots.
+struct TileSight {
+  Visible first;  // the first row
+  Visible last;   // the last row
+
+  TileSight(const AttendArgs& args, int64_t begin, int64_t end, int64_t slot)
+      : first(VisibleSlots(args, TokenOf(args, begin), slot)),
+        last(VisibleSlots(args, TokenOf(args, end - 1), slot)) {}
+
+  bool nothing() const { return last.last <= 0 || first.first >= kAttendStep; }
+};
+
+// Mixes the slots [from, to) of a step into those of a tile's rows that see them, row by row.
 template <class V>
-static bool TileSees(const AttendArgs& args, int64_t rows, int64_t tile, int64_t slot) {
-  const int64_t end = tile + kAttendRows<V> < rows ? tile + kAttendRows<V> : rows;
-  const int64_t first_token = args.token_begin + tile / args.group;
-  const int64_t last_token = args.token_begin + (end - 1) / args.group;
-  return VisibleSlots(args, last_token, slot).last > 0 &&
-         VisibleSlots(args, first_token, slot).first < kAttendStep;
+static void MixAlone(const AttendArgs& args, const float* values, int64_t begin, int64_t end,
+                     int64_t slot, int64_t from, int64_t to) {
+  if (from >= to) return;
+  for (int64_t row = begin; row < end; ++row) {
+    Visible own = VisibleSlots(args, TokenOf(args, row), slot);
+    own.first = own.first > from ? own.first : from;
+    own.last = own.last < to ? own.last : to;
+    if (own.first >= own.last) continue;
+    MixRows<V, 1, kAloneVectors<V>>(args, values, own, row);
+    args.shrinkage[row] = 1.0f;  // it is done
+  }
+}
+
+// Slots that a row doesn't see take no part in its mixture, not even with weight 0: what they hold
+// may be infinite. So rows meet together what all of them see.
+template <class V>
+static void MixTile(const AttendArgs& args, const float* values, int64_t begin, int64_t end,
+                    int64_t slot) {
+  constexpr int kRows = kAttendRows<V>;
+  const TileSight sight(args, begin, end, slot);
+  if (sight.nothing()) return;
+  const Visible common = {sight.last.first, sight.first.last};
+  MixAlone<V>(args, values, begin, end, slot, sight.first.first, common.first);
+  if (common.first < common.last) {
+    MixRows<V, kRows, kAttendVectors<V>>(args, values, common, begin);
+    for (int row = 0; row < kRows; ++row) args.shrinkage[begin + row] = 1.0f;
+  }
+  MixAlone<V>(args, values, begin, end, slot,
+              common.first > common.last ? common.first : common.last, sight.last.last);
 }
 
 // All rows meet the slots [slot, slot + kAttendStep): first their keys, then their values, of which
 // each fits the first-level cache.
 template <class V>
 static void AttendStep(const AttendArgs& args, int64_t slot, const float* keys) {
-  constexpr int kRows = kAttendRows<V>, kVectors = kAttendVectors<V>;
+  constexpr int kRows = kAttendRows<V>;
   const int64_t rows = (args.token_end - args.token_begin) * args.group;
   const float* values = args.values + slot * args.width;
   PrefetchFloats<V>(values, kAttendStep * args.width);
   for (int64_t tile = 0; tile < rows; tile += kRows) {
-    if (!TileSees<V>(args, rows, tile, slot)) continue;
+    const int64_t end = tile + kRows < rows ? tile + kRows : rows;
+    if (TileSight(args, tile, end, slot).nothing()) continue;
     float* scores = args.scores + tile * kAttendStep;
     ScoreTile<V>(args.packed_queries + tile * args.dim, keys, args.dim, scores);
     for (int row = 0; row < kRows; ++row) {
-      const int64_t place = tile + row < rows ? tile + row : rows - 1;
+      const int64_t place = tile + row < end ? tile + row : end - 1;
       args.shrinkage[tile + row] =
-          PowersOfRow<V>(scores + row * kAttendStep,
-                         VisibleSlots(args, args.token_begin + place / args.group, slot),
+          PowersOfRow<V>(scores + row * kAttendStep, VisibleSlots(args, TokenOf(args, place), slot),
                          RowOf(args.part, tile + row, args.width));
     }
   }
   for (int64_t tile = 0; tile < rows; tile += kRows) {
-    if (!TileSees<V>(args, rows, tile, slot)) continue;
-    const float* weights = args.scores + tile * kAttendStep;
-    const float* shrinkage = args.shrinkage + tile;
-    float* mixed = RowOf(args.part, tile, args.width).mixed;
-    int64_t column = 0;
-    for (; column + kVectors * kBlockChannels <= args.width; column += kVectors * kBlockChannels) {
-      MixColumns<V, kVectors>(weights, values + column, args.width, shrinkage, mixed + column);
-    }
-    for (; column < args.width; column += kBlockChannels) {
-      MixColumns<V, 1>(weights, values + column, args.width, shrinkage, mixed + column);
-    }
+    MixTile<V>(args, values, tile, tile + kRows < rows ? tile + kRows : rows, slot);
   }
 }
 
