@@ -85,10 +85,12 @@ def run(compiles: int, every: int, control: bool) -> dict[str, Any]:
         )
     )
     trim = ctypes.CDLL(None).malloc_trim
-    start, changed = time.perf_counter(), 0
+    start, changed, recompiled = time.perf_counter(), 0, 0
     for number in range(1, compiles + 1):
+        before = len(compiled)
         call = jax.jit(_control, keep_unused=True) if control else _layer(number, number % 10 == 0)
         y = np.asarray(call(*_inputs(number), experts))
+        recompiled += len(compiled) > before
         if not control and number % 10:
             changed += not np.array_equal(y[0, 0], first)
         if number % every == 0:
@@ -98,9 +100,11 @@ def run(compiles: int, every: int, control: bool) -> dict[str, Any]:
             trim(0)
             residence.sample(number)
     settled = residence.samples[len(residence.samples) // 4 :]
-    work, resident = np.array([sample[1:] for sample in settled], np.float64).T
+    work = [sample.work for sample in settled]
+    resident = [sample.resident for sample in settled]
     return {
-        "compiles": len(compiled),
+        "compiles": recompiled,
+        "programs": len(compiled),
         "seconds": round(time.perf_counter() - start, 1),
         "changed_results": changed,
         "resident": residence.summary(),
