@@ -29,6 +29,9 @@ def write_page(page: Path, results: Path) -> None:
     if rows:
         lines = ["## Targets", "", "By our instruction set; shares and ratios of one run each.", ""]
         sections.insert(0, "\n".join([*lines, *table(header, rows, 1)]))
+    packing = results / "packing" / "qwen3-30b-a3b.json"
+    if packing.exists():
+        sections.append(_packing_section(json.loads(packing.read_text())))
     head = page.read_text().split(MARK)[0]
     page.write_text("\n\n".join([head + MARK, *sections]) + "\n")
 
@@ -53,6 +56,24 @@ def _circumstances(record: dict[str, Any]) -> str:
     )
     text += f". Limits in that run, by threads: {bandwidth}"
     return f"{text}; G MAC/s {peaks}." if peaks else f"{text}."
+
+
+def _packing_section(record: dict[str, Any]) -> str:
+    machine, results = record["machine"], record["packing"]
+    threads = sorted({row["threads"] for row in results})
+    cases: dict[tuple[int, str], dict[int, dict[str, Any]]] = {}
+    for row in results:
+        cases.setdefault((row["group_size"], row["source"]), {})[row["threads"]] = row
+    rows = []
+    for (group, source), by_threads in cases.items():
+        speeds = [f"{by_threads[n]['gbytes_per_second']:.2f}" if n in by_threads else "" for n in threads]
+        extra = max(row["extra_gbytes"] for row in by_threads.values())
+        rows.append(("channel-wise" if group < 0 else f"g {group}", source, *speeds, f"{1e3 * extra:.0f}"))
+    header = ("groups", "source", *(f"GB/s, threads: {n}" for n in threads), "MB of memory beside")
+    text = f"`{record['command']}`, {record['date']}: {machine['cpu']}, {machine['memory_gib']} GiB, "
+    text += f"{machine['threads']} threads. GB/s of packed output, medians; {record['experts']} experts of "
+    text += f"{record['shape']}. numpy is what packs codes without the extension."
+    return "\n".join(["## Packing", "", text, "", *table(header, rows, 2)])
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int) -> list[str]:
