@@ -415,9 +415,9 @@ Error Attend(ffi::ThreadPool pool, AnyBuffer queries, AnyBuffer keys, AnyBuffer 
     JAX_W4A8_RETURN_IF_ERROR(CheckDType(name, *buffer, ffi::DataType::S32, "int32"));
     JAX_W4A8_RETURN_IF_ERROR(CheckShape(name, *buffer, {call.batch}));
   }
-  // Sizes are compared, not multiplied: those of an array without elements could overflow.
+  // Not by their number: sizes of an array without elements may overflow when they are multiplied.
   const auto sink_dims = sinks.dimensions();
-  if (sink_dims.size() != 1 || sink_dims[0] != 0) {  // [0]: there are none
+  if (std::find(sink_dims.begin(), sink_dims.end(), 0) == sink_dims.end()) {
     JAX_W4A8_RETURN_IF_ERROR(CheckShape("sinks", sinks, {call.heads}));
     call.sinks = static_cast<const float*>(sinks.untyped_data());
   }
