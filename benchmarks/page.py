@@ -44,10 +44,19 @@ def _section(name: str, record: dict[str, Any], results: Path) -> str:
     return "\n".join(lines)
 
 
-def _circumstances(record: dict[str, Any]) -> str:
-    machine, limits = record["machine"], record["limits"]
+def _run(record: dict[str, Any]) -> str:
+    machine = record["machine"]
     text = f"`{record['command']}`, {record['date']}: {machine['cpu']}, {machine['memory_gib']} GiB, "
-    text += f"{machine['threads']} threads, jax {machine['jax']}"
+    return text + f"{machine['threads']} threads"
+
+
+def _groups(size: int) -> str:
+    return "channel-wise" if size < 0 else f"g {size}"
+
+
+def _circumstances(record: dict[str, Any]) -> str:
+    limits = record["limits"]
+    text = f"{_run(record)}, jax {record['machine']['jax']}"
     text += "".join(f", {name} {version}" for name, version in record["peers"].items())
     bandwidth = ", ".join(f"{rate:.1f} GB/s on {n}" for n, rate in limits["bandwidth_gbytes"].items())
     peaks = ", ".join(
@@ -59,7 +68,7 @@ def _circumstances(record: dict[str, Any]) -> str:
 
 
 def _packing_section(record: dict[str, Any]) -> str:
-    machine, results = record["machine"], record["packing"]
+    results = record["packing"]
     threads = sorted({row["threads"] for row in results})
     cases: dict[tuple[int, str], dict[int, dict[str, Any]]] = {}
     for row in results:
@@ -68,10 +77,9 @@ def _packing_section(record: dict[str, Any]) -> str:
     for (group, source), by_threads in cases.items():
         speeds = [f"{by_threads[n]['gbytes_per_second']:.2f}" if n in by_threads else "" for n in threads]
         extra = max(row["extra_gbytes"] for row in by_threads.values())
-        rows.append(("channel-wise" if group < 0 else f"g {group}", source, *speeds, f"{1e3 * extra:.0f}"))
+        rows.append((_groups(group), source, *speeds, f"{1e3 * extra:.0f}"))
     header = ("groups", "source", *(f"GB/s, threads: {n}" for n in threads), "MB of memory beside")
-    text = f"`{record['command']}`, {record['date']}: {machine['cpu']}, {machine['memory_gib']} GiB, "
-    text += f"{machine['threads']} threads. GB/s of packed output, medians; {record['experts']} experts of "
+    text = f"{_run(record)}. GB/s of packed output, medians; {record['experts']} experts of "
     text += f"{record['shape']}. numpy is what packs codes without the extension."
     return "\n".join(["## Packing", "", text, "", *table(header, rows, 2)])
 
@@ -88,10 +96,9 @@ def _layer_tables(record: dict[str, Any]) -> list[str]:
     rows = []
     for row in record["results"]:
         ratio = row["milliseconds"] / ours[_case(row)]["milliseconds"]
-        group = "channel-wise" if row["group_size"] < 0 else f"g {row['group_size']}"
         rows.append(
             (
-                f"{row['work']}, {group}",
+                f"{row['work']}, {_groups(row['group_size'])}",
                 f"{row['implementation']} {row['variant']}".strip(),
                 row["routing"],
                 str(row["threads"]),

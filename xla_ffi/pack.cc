@@ -237,6 +237,8 @@ float LoadScale(const PackScales& scales, int64_t row, int64_t group) {
   return scales.dtype == DType::kBF16 ? FloatOfBF16(half) : FloatOfF16(half);
 }
 
+// Makers of scales: maker(row, begin, count, scale) gives those of the groups [begin, begin +
+// count) of a row.
 struct LoadedScales {
   const PackScales& scales;
 
@@ -244,9 +246,6 @@ struct LoadedScales {
     for (int64_t i = 0; i < count; ++i) scale[i] = LoadScale(scales, row, begin + i);
   }
 };
-
-// `make_scales`(row, begin, count, scale) makes the scales of the groups [begin, begin + count) of
-// a row.
 
 // One block: its channels take turns in filling a span of inputs, which is whole groups or part of
 // one, so that reads are long and what is written stays in the first-level cache.
