@@ -20,7 +20,7 @@ def sanitize(step: str) -> str:
         pytest.skip("needs bash")
     done = subprocess.run(
         ["bash", ROOT / "tools" / "sanitize.sh", step],
-        env={**os.environ, "PYTHON": sys.executable},
+        env={**os.environ, "PYTHON": os.path.relpath(sys.executable, ROOT)},  # as .venv/bin/python is
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

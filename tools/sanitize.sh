@@ -15,6 +15,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(command -v "${PYTHON:-.venv/bin/python}")
+python=$(cd "$(dirname "$python")" && pwd)/$(basename "$python")  # CMake looks for another one if told a relative path
 if [ -z "${CXX:-}" ]; then
   CXX=$(compgen -c clang++ | grep -E '^clang\+\+(-[0-9]+)?$' | sort -V | tail -1) || CXX=c++
 fi
