@@ -31,13 +31,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from resident import MIB, Residence
-from verdict import report
+from verdict import circumstances, report
 
 import jax_w4a8 as w4a8
 
 NDArray = np.ndarray[Any, Any]
 #: Bytes that a compilation may leave behind beyond what the control's does.
 LEAK_BOUND = 512
+#: Bytes of working memory that may be kept.
+SCRATCH_BOUND = MIB
 EXPERTS, TOP_K, HIDDEN, INNER = 2, 1, 32, 32
 #: Sizes that each of the two leading axes runs through.
 SIDE = 101
@@ -131,7 +133,7 @@ def compare(compiles: int, every: int) -> dict[str, Any]:
         faults.append(f"a compilation leaves {excess:.0f} bytes more than the control's")
     if layer["changed_results"]:
         faults.append(f"{layer['changed_results']} results differ from the first")
-    if layer["scratch_bytes"] > MIB:
+    if layer["scratch_bytes"] > SCRATCH_BOUND:
         faults.append(f"{layer['scratch_bytes']} bytes of working memory are kept")
     if layer["compiles"] < compiles:
         faults.append(f"only {layer['compiles']} programs were compiled")
@@ -139,13 +141,15 @@ def compare(compiles: int, every: int) -> dict[str, Any]:
         "layer": layer,
         "control": control,
         "excess_bytes_per_compile": round(excess, 1),
+        "leak_bound_bytes": LEAK_BOUND,
+        "scratch_bound_bytes": SCRATCH_BOUND,
         "faults": faults,
     }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--compiles", type=int, default=10_000)
     parser.add_argument("--every", type=int, default=250, help="compilations between looks at memory")
@@ -157,8 +161,8 @@ def main() -> int:
         return 0
     if arguments.compiles >= SIDE**2:
         parser.error(f"--compiles must be below {SIDE**2}, got {arguments.compiles}")
-    found = compare(arguments.compiles, arguments.every)
-    return report(found, arguments.json)
+    head = circumstances()
+    return report(head, compare(arguments.compiles, arguments.every), arguments.json)
 
 
 if __name__ == "__main__":

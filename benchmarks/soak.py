@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from resident import MIB, Residence
-from verdict import report
+from verdict import circumstances, report
 
 import jax_w4a8 as w4a8
 
@@ -135,13 +135,14 @@ class Soak:
     Attributes:
       faults: what went wrong, in words; the first one ends the run.
       done, tokens, changes: counts of requests, of their tokens, and of changed settings.
+      different: how many results differed from the first of their request.
       most_scratch: the largest amount of working memory found between calls, bytes.
     """
 
     def __init__(self, requests: list[Request], threads: int, seed: int) -> None:
         self.requests, self.threads, self.seed = requests, threads, seed
         self.faults: list[str] = []
-        self.done = self.tokens = self.changes = self.most_scratch = 0
+        self.done = self.tokens = self.changes = self.different = self.most_scratch = 0
         self._results: dict[int, bytes] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -197,6 +198,7 @@ class Soak:
             self.done += 1
             self.tokens += request.tokens
             if self._results.setdefault(number, digest) != digest:
+                self.different += 1
                 raise AssertionError(f"result {self.done}, of {request.name}, differs from its first")
 
     def _change_settings(self, rng: random.Random) -> None:
@@ -236,6 +238,7 @@ def soak(arguments: argparse.Namespace) -> dict[str, Any]:
         "tokens": run.tokens,
         "compiles": len(compiles),
         "changes_of_settings": run.changes,
+        "different_results": run.different,
         "resident": residence.summary(warm_since),
         "growth_bound_mib": GROWTH_BOUND // MIB,
         "allocated_bound_mib": ALLOCATED_BOUND // MIB,
@@ -247,7 +250,7 @@ def soak(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--mode", choices=MODES, default="both")
@@ -256,8 +259,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write what happened here too")
     arguments = parser.parse_args()
-    found = soak(arguments)
-    return report(found, arguments.json)
+    head = circumstances()
+    return report(head, soak(arguments), arguments.json)
 
 
 if __name__ == "__main__":
