@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,8 @@ def _section(name: str, record: dict[str, Any], results: Path) -> str:
     return "\n".join(lines)
 
 
-def _run(record: dict[str, Any]) -> str:
+def run_line(record: Mapping[str, Any]) -> str:
+    """The command of a recorded run, its day and its machine."""
     machine = record["machine"]
     text = f"`{record['command']}`, {record['date']}: {machine['cpu']}, {machine['memory_gib']} GiB, "
     return text + f"{machine['threads']} threads"
@@ -56,7 +57,7 @@ def _groups(size: int) -> str:
 
 def _circumstances(record: dict[str, Any]) -> str:
     limits = record["limits"]
-    text = f"{_run(record)}, jax {record['machine']['jax']}"
+    text = f"{run_line(record)}, jax {record['machine']['jax']}"
     text += "".join(f", {name} {version}" for name, version in record["peers"].items())
     bandwidth = ", ".join(f"{rate:.1f} GB/s on {n}" for n, rate in limits["bandwidth_gbytes"].items())
     peaks = ", ".join(
@@ -79,7 +80,7 @@ def _packing_section(record: dict[str, Any]) -> str:
         extra = max(row["extra_gbytes"] for row in by_threads.values())
         rows.append((_groups(group), source, *speeds, f"{1e3 * extra:.0f}"))
     header = ("groups", "source", *(f"GB/s, threads: {n}" for n in threads), "MB of memory beside")
-    text = f"{_run(record)}. GB/s of packed output, medians; {record['experts']} experts of "
+    text = f"{run_line(record)}. GB/s of packed output, medians; {record['experts']} experts of "
     text += f"{record['shape']}. numpy is what packs codes without the extension."
     return "\n".join(["## Packing", "", text, "", *table(header, rows, 2)])
 

@@ -1,4 +1,4 @@
-"""Records benchmark runs on this machine: JSON and plots in results/, tables in README.md and the project's.
+"""Records benchmark runs on this machine: JSON and plots in results/, tables in the pages that quote them.
 
 python benchmarks/record.py layer          # run one group, then write the page
 python benchmarks/record.py --all          # run every group
@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from endurance import write_long_runs
 from page import write_page
 from runs import GROUPS, RUNS
 from summary import write_summary
@@ -21,6 +22,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 PAGE = HERE / "README.md"
 README = HERE.parent / "README.md"
+LONG_RUNS = HERE.parent / "docs" / "long-runs.md"
 
 
 def record(name: str) -> None:
@@ -56,6 +58,7 @@ def main() -> None:
                 record(name)
     write_page(PAGE, RESULTS)
     write_summary(README, RESULTS)
+    write_long_runs(LONG_RUNS, RESULTS)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,14 @@ def write_summary(readme: Path, results: Path) -> None:
     records = read_records(results)
     if not {LAYER, MODEL, *PEERS} <= set(records):
         return
-    before, rest = readme.read_text().split(BEGIN)
-    parts = [_layer(records[LAYER]), _peers(records), [_model(records[MODEL])]]
+    replace_figures(readme, [_layer(records[LAYER]), _peers(records), [_model(records[MODEL])]])
+
+
+def replace_figures(page: Path, parts: Sequence[Sequence[str]]) -> None:
+    """Writes parts, each of some lines, between the marks of a page."""
+    before, rest = page.read_text().split(BEGIN)
     lines = [BEGIN, "", *(line for part in parts for line in (*part, "")), END]
-    readme.write_text(before + "\n".join(lines) + rest.split(END)[1])
+    page.write_text(before + "\n".join(lines) + rest.split(END)[1])
 
 
 def _layer(record: Mapping[str, Any]) -> list[str]:
