@@ -15,8 +15,9 @@ from typing import Any
 from jax_w4a8 import ffi
 from jax_w4a8.bench.baselines import BASELINES
 from jax_w4a8.bench.implementations import Implementation, Loaded, Native
-from jax_w4a8.bench.machine import Limits, Machine, available_bytes
+from jax_w4a8.bench.machine import Limits, Machine
 from jax_w4a8.bench.measure import FEW_TOKENS, Bench, Measurement
+from jax_w4a8.bench.memory import available_bytes
 from jax_w4a8.bench.peers import PEERS, find_peers
 from jax_w4a8.bench.plot import require_matplotlib, save_roofline
 from jax_w4a8.bench.routings import ROUTINGS

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from jax_w4a8 import ffi
+from jax_w4a8.bench.memory import physical_bytes
 
 #: A probe of arithmetic takes about this long.
 _PROBE_SECONDS = 0.004
@@ -133,7 +134,7 @@ class Machine:
             cores=os.cpu_count() or 1,
             threads=ffi.num_threads(),
             instruction_set=ffi.instruction_set() or "none",
-            memory_gib=round(_memory_bytes() / 2**30, 1),
+            memory_gib=round(physical_bytes() / 2**30, 1),
             python=platform.python_version(),
             jax=jax.__version__,
             jaxlib=importlib.metadata.version("jaxlib"),
@@ -154,20 +155,3 @@ def _cpu_name() -> str:
         name = facts.get("model name", platform.machine())
         return f"{name}, family {facts.get('cpu family')}, model {facts.get('model')}"
     return platform.processor() or platform.machine()
-
-
-def _memory_bytes() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return 0
-
-
-def available_bytes() -> int:
-    """Memory that can be allocated without swapping; all of it where the system doesn't say."""
-    info = Path("/proc/meminfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return _memory_bytes()

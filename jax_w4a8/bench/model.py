@@ -14,8 +14,9 @@ import numpy as np
 from flax import nnx
 
 from jax_w4a8 import ffi
-from jax_w4a8.bench.machine import Limits, available_bytes
+from jax_w4a8.bench.machine import Limits
 from jax_w4a8.bench.measure import REST_SECONDS
+from jax_w4a8.bench.memory import available_bytes
 from jax_w4a8.bench.model_configs import find_config
 from jax_w4a8.bench.random_model import random_plan
 from jax_w4a8.bench.trace import PARTS, Breakdown, breakdown
