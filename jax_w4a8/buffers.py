@@ -25,11 +25,18 @@ def aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
     Packed weights are read from end to end in every call, and one page of 2 MiB takes one entry of the
     processor's address cache where 4 KiB pages take 512. Where the system has none to give, or won't, pages
     are small ones.
+
+    Raises:
+      MemoryError: there is no memory for it; the message has size, shape and dtype.
     """
     dtype = np.dtype(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
     large = nbytes >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE")
-    raw = _huge_pages(nbytes) if large else np.empty(nbytes + ALIGNMENT, np.uint8)
+    try:
+        raw = _huge_pages(nbytes) if large else np.empty(nbytes + ALIGNMENT, np.uint8)
+    except OSError as error:  # mmap's: numpy raises a MemoryError
+        size = f"{nbytes / 2**20:,.0f} MiB, an array of shape {tuple(shape)} and dtype {dtype}"
+        raise MemoryError(f"no memory for {size}") from error
     start = -raw.ctypes.data % ALIGNMENT
     array: np.ndarray[Any, Any] = raw[start : start + nbytes].view(dtype).reshape(shape)
     return array
