@@ -257,6 +257,10 @@ def test_stretched_positions_may_be_used():
             {"rope_scaling": {"type": "llama3", "factor": 8.0, "high_freq_factor": 1.0}},
             "high_freq_factor must be above low_freq_factor",
         ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1e5}},
+            "attention_factor must be a positive number of at most 10000, got 100000",
+        ),
     ],
 )
 def test_rotary_positions_are_refused_by_name(fields, message):

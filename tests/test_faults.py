@@ -349,6 +349,8 @@ CONFIGS = {
         {"rope_type": "yarn", "factor": 1e308},
         {"rope_type": "linear", "factor": float("inf")},
         {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0},
+        {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1e308},
+        {"rope_type": "yarn", "factor": 2.0, "mscale": 1e308, "mscale_all_dim": 1.0},
     ],
     "model_type": [[], {}, "x" * 100_000],
     "eos_token_id": [2**40, [-1], "x"],

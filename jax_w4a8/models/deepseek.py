@@ -20,8 +20,7 @@ from jax_w4a8.models.config import (
     SharedConfig,
 )
 from jax_w4a8.models.fields import Fields
-from jax_w4a8.models.rope_fields import read_rotary, rope_parameters
-from jax_w4a8.models.rotary import yarn_scale
+from jax_w4a8.models.rope_fields import read_rotary, read_yarn_scale, rope_parameters
 from jax_w4a8.routing import Routing
 
 MODEL_TYPE_V2, MODEL_TYPE_V3 = "deepseek_v2", "deepseek_v3"
@@ -85,7 +84,7 @@ def _yarn_growth(fields: Fields) -> float:
     rope = rope_parameters(fields)
     if not rope.get("mscale_all_dim"):
         return 1.0
-    return yarn_scale(rope.number("factor", 1.0), rope.number("mscale_all_dim")) ** 2
+    return read_yarn_scale(rope, "mscale_all_dim", rope.number("factor", 1.0)) ** 2
 
 
 def _mlps(

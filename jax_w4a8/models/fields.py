@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -53,20 +54,20 @@ class Fields:
             raise self.error(name, f"an integer of at most {LARGEST_INTEGER}")
         return value
 
-    def number(self, name: str, default: float | None = None) -> float:
-        """A positive number, not infinite."""
+    def number(
+        self, name: str, default: float | None = None, *, maximum: float = sys.float_info.max
+    ) -> float:
+        """A positive number of at most ``maximum``, not infinite."""
         value = self._value(name, default, "a positive number")
-        if (
-            not isinstance(value, int | float)
-            or isinstance(value, bool)
-            or not 0 < value <= sys.float_info.max
-        ):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             raise self.error(name, "a positive number")
+        if value > maximum:
+            raise self.error(name, f"a positive number of at most {maximum:g}")
         return float(value)
 
-    def optional_number(self, name: str) -> float | None:
-        """A positive number, or None when absent."""
-        return None if self.get(name) is None else self.number(name)
+    def optional_number(self, name: str, *, maximum: float = sys.float_info.max) -> float | None:
+        """A positive number of at most ``maximum``, or None when absent."""
+        return None if self.get(name) is None else self.number(name, maximum=maximum)
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""

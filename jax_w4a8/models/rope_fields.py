@@ -18,6 +18,8 @@ from jax_w4a8.models.rotary import ROTARY_KINDS, RotaryConfig, RotaryKind, yarn_
 logger = logging.getLogger(__name__)
 
 _WIDEST = 1 << 16
+#: Of factors on attention logits, which are about 1 in models; far larger ones overflow.
+_MOST_GROWTH = 1e4
 _KNOWN = {
     "rope_type",
     "type",
@@ -126,9 +128,14 @@ def _stretched(fields: Fields, rope: Fields, plain: RotaryConfig, kind: RotaryKi
 
 
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:
-    given = rope.optional_number("attention_factor")
+    given = rope.optional_number("attention_factor", maximum=_MOST_GROWTH)
     if given is not None:
         return given
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return yarn_scale(factor, rope.number("mscale")) / yarn_scale(factor, rope.number("mscale_all_dim"))
+        return read_yarn_scale(rope, "mscale", factor) / read_yarn_scale(rope, "mscale_all_dim", factor)
     return yarn_scale(factor)
+
+
+def read_yarn_scale(rope: Fields, name: str, factor: float) -> float:
+    """YaRN's growth of attention logits with the weight that the field ``name`` has."""
+    return yarn_scale(factor, rope.number(name, maximum=_MOST_GROWTH))
