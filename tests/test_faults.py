@@ -735,9 +735,14 @@ def test_the_command_line_says_it_in_one_line(model, tmp_path, capsys):
         assert name in printed.err
 
 
-def read_for_ever(path: Path) -> None:
-    while True:
-        read_everything(path)
+def read_until_signalled(path: Path, moment: float) -> None:
+    """The signal comes after so many seconds, and again: Python drops what a weak reference's end raises."""
+    try:
+        signal.setitimer(signal.ITIMER_REAL, moment, 2.0)
+        while True:
+            read_everything(path)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def test_an_interrupted_reader_leaves_a_usable_process(model):
@@ -751,12 +756,10 @@ def test_an_interrupted_reader_leaves_a_usable_process(model):
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         for moment in (0.0005, 0.002, 0.005):
-            signal.setitimer(signal.ITIMER_REAL, moment)
             # Code in C that an interrupt meets may report it as an error of its own.
             with pytest.raises((KeyboardInterrupt, SystemError)):
-                read_for_ever(model)
+                read_until_signalled(model, moment)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     for name, value in whole.items():
         assert np.array_equal(files.read(name), value)
