@@ -34,7 +34,7 @@ def aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
     large = nbytes >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE")
     try:
         raw = _huge_pages(nbytes) if large else np.empty(nbytes + ALIGNMENT, np.uint8)
-    except OSError as error:  # mmap's: numpy raises a MemoryError
+    except (OSError, MemoryError) as error:  # mmap's, and numpy's, which has the size in bytes alone
         size = f"{nbytes / 2**20:,.0f} MiB, an array of shape {tuple(shape)} and dtype {dtype}"
         raise MemoryError(f"no memory for {size}") from error
     start = -raw.ctypes.data % ALIGNMENT

@@ -93,6 +93,15 @@ def test_address_space_limit(root, monkeypatch):
             0,
             id="v2, more in use than allowed",
         ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "4:cpu:/others\n3:memory:/\n",
+                "sys/fs/cgroup/memory/others/memory.limit_in_bytes": "4096\n",
+                "sys/fs/cgroup/memory/others/memory.usage_in_bytes": "0\n",
+            },
+            6 * GIB,
+            id="v1, a memory group that is named as ours is for the processor",
+        ),
     ],
 )
 def test_control_groups(root, files, left):

@@ -274,7 +274,10 @@ def test_buffers_are_aligned_and_writable(nbytes):
         assert taken.unsafe_buffer_pointer() == array.ctypes.data
 
 
-def test_too_large_an_array_is_a_memory_error_with_its_size():
+@pytest.mark.parametrize("huge_pages", [True, False])
+def test_too_large_an_array_is_a_memory_error_with_its_size(huge_pages, monkeypatch):
+    if not huge_pages:
+        monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     with pytest.raises(MemoryError, match=r"4,294,967,296 MiB, .*shape \(1125899906842624,\).* float32"):
         aligned_empty((1 << 50,), np.float32)
 
