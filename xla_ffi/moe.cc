@@ -50,8 +50,8 @@ class Pass {
  private:
   void SortByExpert() {
     runs_ = SortRows(call_.ids, slots_, call_.experts, order_);
-    if (!runs_.empty()) present_ = runs_.back().begin + runs_.back().count;
-    for (int64_t place = 0; place < present_; ++place) {
+    const int64_t present = runs_.empty() ? 0 : runs_.back().begin + runs_.back().count;
+    for (int64_t place = 0; place < present; ++place) {
       token_[place] = static_cast<int32_t>(order_[place] / call_.top_k);
     }
   }
@@ -67,9 +67,9 @@ class Pass {
   void QuantizeInner() {
     // Columns that only fill up blocks are zeros; there may be more of them than w2 has inputs.
     const int64_t width = inner_stride_ < call_.w2.inputs() ? inner_stride_ : call_.w2.inputs();
-    ForRanges(team_, present_, width / 4, [&](int64_t begin, int64_t end, int) {
-      for (int64_t place = begin; place < end; ++place) {
-        const int64_t slot = order_[place];
+    ForRanges(team_, slots_, width / 4, [&](int64_t begin, int64_t end, int) {
+      for (int64_t slot = begin; slot < end; ++slot) {
+        if (call_.ids[slot] < 0) continue;
         kernels_.quantize_row(inner_ + slot * inner_stride_, width, 1.0f, call_.symmetric, slot,
                               quantized_inner_);
       }
@@ -115,7 +115,6 @@ class Pass {
   int64_t floats_stride_ = 0;
   TileScratch tiles_;
   float* outputs_ = nullptr;  // [slots, hidden]
-  int64_t present_ = 0;       // slots with an expert
   std::vector<RowRun> runs_;
   std::vector<WorkItem> items_;
 };

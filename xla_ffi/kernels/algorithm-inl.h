@@ -19,6 +19,9 @@
 #define JAX_W4A8_INLINE inline
 #endif
 
+// What a prefetch brings.
+constexpr int64_t kLineBytes = 64;
+
 // ---------------------------------------------------------------------------------------------------------
 // Quantisation of activations (rule 1 of the contract).
 
@@ -37,34 +40,58 @@ struct RowRange {
   bool finite;
 };
 
+// A row times a factor, which mostly is 1: that costs no multiplication then.
+template <class V, bool kScaled>
+struct ScaledRow {
+  const float* x;
+  int64_t n;
+  typename V::F factor;
+
+  // 16 values from i on. Unless kWhole, lanes from n on are zero.
+  template <bool kWhole>
+  inline typename V::F At(int64_t i) const {
+    const typename V::F value = kWhole ? V::Load(x + i) : LoadSome<V>(x + i, n - i);
+    if constexpr (kScaled) return V::Mul(value, factor);
+    return value;
+  }
+};
+
+// What of a row has been seen.
 template <class V>
-static inline RowRange FindRange(const float* x, int64_t n, typename V::F factor) {
-  typename V::F low = V::Set(0), high = V::Set(0), check = V::Set(0);
-  for (int64_t i = 0; i < n; i += kBlockChannels) {
-    const typename V::F value = V::Mul(LoadSome<V>(x + i, n - i), factor);
+struct Extremes {
+  typename V::F low = V::Set(0), high = V::Set(0);
+  typename V::F check = V::Set(0);  // NaN from the first NaN or infinity on, else +0
+
+  inline void Add(typename V::F value) {
     low = V::Min(value, low);
     high = V::Max(value, high);
-    check = V::Fma(value, V::Set(0), check);  // NaN from the first NaN or infinity on
+    check = V::Fma(value, V::Set(0), check);
   }
-  float lows[kBlockChannels], highs[kBlockChannels], checks[kBlockChannels];
-  V::Store(lows, low);
-  V::Store(highs, high);
-  V::Store(checks, check);
-  RowRange range = {0, 0, true};
-  for (int lane = 0; lane < kBlockChannels; ++lane) {
-    range.low = lows[lane] < range.low ? lows[lane] : range.low;
-    range.high = highs[lane] > range.high ? highs[lane] : range.high;
-    range.finite = range.finite && checks[lane] == 0;
+};
+
+template <class V, bool kScaled>
+static inline RowRange FindRange(const ScaledRow<V, kScaled>& row) {
+  Extremes<V> even, odd;  // alone, either would wait for its own last step
+  int64_t i = 0;
+  for (; i + 2 * kBlockChannels <= row.n; i += 2 * kBlockChannels) {
+    even.Add(row.template At<true>(i));
+    odd.Add(row.template At<true>(i + kBlockChannels));
   }
-  return range;
+  for (; i < row.n; i += kBlockChannels) even.Add(row.template At<false>(i));
+  const float low = V::Largest(V::Sub(V::Set(0), V::Min(even.low, odd.low)));
+  const float high = V::Largest(V::Max(even.high, odd.high));
+  uint32_t checks[kBlockChannels], seen = 0;
+  V::Store(reinterpret_cast<float*>(checks), V::Add(even.check, odd.check));
+  for (uint32_t check : checks) seen |= check;
+  return {0 - low, high, seen == 0};
 }
 
-// code = clamp(rint(value * multiplier) + zero, smallest, 127); value = (code - zero) * scale.
+// code = min(rint(value * multiplier) + zero, 127), of [-128, 127] as the scheme was chosen, or of
+// [-127, 127] if it is symmetric; value = (code - zero) * scale.
 struct RowScheme {
   float multiplier;
   float zero;
   float scale;
-  float smallest;
 };
 
 static inline RowScheme AsymmetricScheme(const RowRange& range) {
@@ -74,53 +101,92 @@ static inline RowScheme AsymmetricScheme(const RowRange& range) {
   float zero = (below + above) - 1.0f > 0 ? -128.0f - below : 127.0f - above;
   zero = zero < -128.0f ? -128.0f : zero;
   zero = zero > 127.0f ? 127.0f : zero;
-  return {multiplier, rintf(zero), 1.0f / multiplier, -128.0f};
+  return {multiplier, rintf(zero), 1.0f / multiplier};
 }
 
 static inline RowScheme SymmetricScheme(float magnitude) {
-  return {127.0f / magnitude, 0, magnitude / 127.0f, -127.0f};
+  return {127.0f / magnitude, 0, magnitude / 127.0f};
 }
 
 static inline RowScheme ChooseScheme(const RowRange& range, bool symmetric) {
   constexpr float kSmallestRange = 0x1p-100f;  // below, a reciprocal could overflow
   const float magnitude = -range.low > range.high ? -range.low : range.high;
   const float extent = symmetric ? magnitude : range.high - range.low;
-  if (!(extent >= kSmallestRange)) return {0, 0, 0, 0};
-  if (extent == INFINITY) return {0, 0, NAN, 0};  // of finite values too far apart
+  if (!(extent >= kSmallestRange)) return {0, 0, 0};
+  if (extent == INFINITY) return {0, 0, NAN};  // of finite values too far apart
   return symmetric ? SymmetricScheme(magnitude) : AsymmetricScheme(range);
+}
+
+// code = rint(value * multiplier) + zero, clamped to what a byte holds.
+template <class V, bool kScaled>
+struct RowCoder {
+  ScaledRow<V, kScaled> row;
+  typename V::F multiplier;
+  typename V::I zero;
+
+  inline typename V::I Whole(typename V::F value) const {
+    return V::AddInt(V::RoundToInt(V::Mul(value, multiplier)), zero);
+  }
+
+  // As Whole, of 16 values from i on; zeros from the row's end on.
+  inline typename V::I WholeOfSome(int64_t i) const {
+    if (i >= row.n) return V::SetInt(0);
+    const typename V::I whole = Whole(row.template At<false>(i));
+    const int64_t left = row.n - i;
+    return left < kBlockChannels ? V::KeepFirst(whole, static_cast<int>(left)) : whole;
+  }
+
+  // Codes of the values [begin, end), a multiple of kChunkInputs; zeros from the row's end on.
+  // Returns their sum. Meanwhile the next row is fetched, which mostly lies behind this one:
+  // finding its range would wait for memory.
+  inline int32_t Store(int64_t begin, int64_t end, int8_t* codes) const {
+    typename V::I sum = V::SetInt(0);
+    int64_t i = begin;
+    for (const int64_t whole = end <= row.n ? end : begin; i < whole; i += kChunkInputs) {
+      const uint8_t* const ahead = reinterpret_cast<const uint8_t*>(row.x + row.n + i);
+      V::Prefetch(ahead);
+      V::Prefetch(ahead + kLineBytes);
+      sum = V::StoreCodes(codes + i, Whole(row.template At<true>(i)),
+                          Whole(row.template At<true>(i + kBlockChannels)), sum);
+    }
+    for (; i < end; i += kChunkInputs) {
+      sum = V::StoreCodes(codes + i, WholeOfSome(i), WholeOfSome(i + kBlockChannels), sum);
+    }
+    return V::Sum(sum);
+  }
+};
+
+template <class V, bool kScaled>
+static inline void QuantizeScaled(const ScaledRow<V, kScaled>& values, bool symmetric, int64_t row,
+                                  const QuantizedRows& out) {
+  const RowRange range = FindRange(values);
+  RowScheme scheme = {0, 0, NAN};  // of a row with NaN or infinity: codes 0, result NaN
+  if (range.finite) scheme = ChooseScheme(range, symmetric);
+  out.zero[row] = scheme.zero;
+  out.scale[row] = scheme.scale;
+
+  int8_t* codes = out.codes + row * out.inputs();
+  int32_t* start = out.start + row * out.groups;
+  if (!(scheme.multiplier > 0)) {
+    memset(codes, 0, static_cast<size_t>(out.inputs()));
+    memset(start, 0, static_cast<size_t>(out.groups) * sizeof(*start));
+    return;
+  }
+  const RowCoder<V, kScaled> coder = {values, V::Set(scheme.multiplier),
+                                      V::SetInt(static_cast<int32_t>(scheme.zero))};
+  for (int64_t group = 0; group < out.groups; ++group) {
+    const int64_t begin = group * out.group_width;
+    start[group] = -kCodeOffset * coder.Store(begin, begin + out.group_width, codes);
+  }
 }
 
 template <class V>
 static void QuantizeRow(const float* x, int64_t n, float factor, bool symmetric, int64_t row,
                         const QuantizedRows& out) {
-  const typename V::F by = V::Set(factor);
-  const RowRange range = FindRange<V>(x, n, by);
-  RowScheme scheme = {0, 0, NAN, 0};  // of a row with NaN or infinity: codes 0, result NaN
-  if (range.finite) scheme = ChooseScheme(range, symmetric);
-  out.zero[row] = scheme.zero;
-  out.scale[row] = scheme.scale;
-
-  const typename V::F multiplier = V::Set(scheme.multiplier), zero = V::Set(scheme.zero);
-  const typename V::F smallest = V::Set(scheme.smallest), largest = V::Set(127);
-  int8_t* codes = out.codes + row * out.inputs();
-  int32_t* start = out.start + row * out.groups;
-  const bool all_zero = !(scheme.multiplier > 0);
-  int64_t i = 0;
-  for (int64_t group = 0; group < out.groups; ++group) {
-    typename V::I sum = V::SetInt(0);
-    for (const int64_t end = i + out.group_width; i < end; i += kBlockChannels) {
-      if (all_zero || i >= n) {
-        V::StoreCodes(codes + i, V::SetInt(0));
-        continue;
-      }
-      const typename V::F value = V::Mul(LoadSome<V>(x + i, n - i), by);
-      const typename V::F code = V::Add(V::Rint(V::Mul(value, multiplier)), zero);
-      typename V::I whole = V::ToInt(V::Min(V::Max(code, smallest), largest));
-      if (n - i < kBlockChannels) whole = V::KeepFirst(whole, static_cast<int>(n - i));
-      V::StoreCodes(codes + i, whole);
-      sum = V::AddInt(sum, whole);
-    }
-    start[group] = -kCodeOffset * V::Sum(sum);
+  if (factor == 1.0f) {
+    QuantizeScaled(ScaledRow<V, false>{x, n, V::Set(factor)}, symmetric, row, out);
+  } else {
+    QuantizeScaled(ScaledRow<V, true>{x, n, V::Set(factor)}, symmetric, row, out);
   }
 }
 
@@ -586,8 +652,22 @@ struct PanelCursor {
   }
 };
 
+// Fetches the scales that DecodePanel reads for a range.
+template <class V, DType kScale>
+static inline void FetchScales(const PackedMatrix& w, const PairRange& range) {
+  constexpr int64_t kScaleBytes = kScale == DType::kBF16 ? 2 : 4;
+  const int64_t last_group = (range.end - 1) / w.group_width;
+  const int64_t bytes = (last_group - range.group + 1) * kBlockChannels * kScaleBytes;
+  const int64_t blocks[2] = {range.first, range.second};
+  for (const int64_t block : blocks) {
+    const int64_t index = (block * w.groups + range.group) * kBlockChannels;
+    const uint8_t* scales = static_cast<const uint8_t*>(w.scale) + index * kScaleBytes;
+    for (int64_t i = 0; i < bytes; i += kLineBytes) V::Prefetch(scales + i);
+  }
+}
+
 // All rows against a decoded panel, while the one that follows it at `cursor` is fetched.
-template <class V>
+template <class V, DType kScale>
 static void RowsOfPanel(const MatmulArgs& args, const PairRange& range, const float* scales,
                         const PanelCursor& cursor) {
   const PackedMatrix& w = args.weights;
@@ -595,6 +675,7 @@ static void RowsOfPanel(const MatmulArgs& args, const PairRange& range, const fl
   const PairRange following = cursor.AtEnd(args) ? range : cursor.Range(w);
   const uint8_t* ahead[2] = {CodesAt(w, following.first, following.begin),
                              CodesAt(w, following.second, following.begin)};
+  FetchScales<V, kScale>(w, following);
   for (int64_t tile = 0; tile < tiles; ++tile) {
     const int64_t row = TileBegin<V>(args, tile);
     PanelSource<V> source = {args.panel, scales, args.panel, 0};
@@ -620,7 +701,7 @@ static void MatmulScaled(const MatmulArgs& args) {
     const PairRange range = cursor.Range(w);
     DecodePanel<V, kScale>(w, range, args.panel, scales);
     cursor.Advance(w);
-    RowsOfPanel<V>(args, range, scales, cursor);
+    RowsOfPanel<V, kScale>(args, range, scales, cursor);
   }
 }
 

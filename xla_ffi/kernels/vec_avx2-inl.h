@@ -124,19 +124,23 @@ struct Avx2 {
     for (int i = n; i < kBlockChannels; ++i) lanes[i] = 0;
     return LoadInt(lanes);
   }
-  static inline I ToInt(F a) {
+  static inline I RoundToInt(F a) {
     return {{_mm256_cvtps_epi32(a.half[0]), _mm256_cvtps_epi32(a.half[1])}};
   }
   static inline F ToFloat(I a) {
     return {{_mm256_cvtepi32_ps(a.half[0]), _mm256_cvtepi32_ps(a.half[1])}};
   }
-  static inline void StoreCodes(int8_t* p, I a) {
-    const __m256i words = _mm256_packs_epi32(a.half[0], a.half[1]);
-    const __m256i bytes = _mm256_packs_epi16(words, words);
-    // 32-bit elements now lie in the order 0 2 0 2 | 1 3 1 3 of the four quarters.
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5);
-    const __m256i sorted = _mm256_permutevar8x32_epi32(bytes, order);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(sorted));
+  static inline I StoreCodes(int8_t* p, I a, I b, I sum) {
+    const __m256i first = _mm256_packs_epi32(a.half[0], a.half[1]);
+    const __m256i second = _mm256_packs_epi32(b.half[0], b.half[1]);
+    // Quarters, 4 bytes each, come in the order a0 a2 b0 b2 a1 a3 b1 b3.
+    const __m256i bytes = _mm256_packs_epi16(first, second);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m256i codes = _mm256_permutevar8x32_epi32(bytes, order);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), codes);
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), codes);
+    sum.half[0] = _mm256_add_epi32(sum.half[0], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    return sum;
   }
 
   static inline W LoadWeights(const uint8_t* p) { return {{LoadBytes(p), LoadBytes(p + 32)}}; }

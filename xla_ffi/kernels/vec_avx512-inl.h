@@ -68,10 +68,15 @@ struct Avx512 {
   static inline I KeepFirst(I a, int n) {
     return _mm512_maskz_mov_epi32(static_cast<__mmask16>((1u << n) - 1), a);
   }
-  static inline I ToInt(F a) { return _mm512_cvtps_epi32(a); }
+  static inline I RoundToInt(F a) { return _mm512_cvtps_epi32(a); }
   static inline F ToFloat(I a) { return _mm512_cvtepi32_ps(a); }
-  static inline void StoreCodes(int8_t* p, I a) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
+  static inline I StoreCodes(int8_t* p, I a, I b, I sum) {
+    // Quarters, 4 bytes each, come in the order a0 b0 a1 b1 a2 b2 a3 b3.
+    const __m256i bytes = _mm512_cvtsepi16_epi8(_mm512_packs_epi32(a, b));
+    const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+    const __m256i codes = _mm256_permutevar8x32_epi32(bytes, order);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), codes);
+    return _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), _mm512_zextsi256_si512(codes));
   }
 
   static inline W LoadWeights(const uint8_t* p) { return _mm512_loadu_si512(p); }

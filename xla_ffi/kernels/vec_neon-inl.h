@@ -117,16 +117,25 @@ struct NeonBase {
       return vandq_s32(a.quarter[i], vreinterpretq_s32_u32(kept));
     });
   }
-  static inline I ToInt(F a) {
-    return MapInt([&](int i) { return vcvtq_s32_f32(a.quarter[i]); });
+  static inline I RoundToInt(F a) {
+    return MapInt([&](int i) { return vcvtnq_s32_f32(a.quarter[i]); });
   }
   static inline F ToFloat(I a) {
     return Map([&](int i) { return vcvtq_f32_s32(a.quarter[i]); });
   }
-  static inline void StoreCodes(int8_t* p, I a) {
-    const int16x8_t low = vcombine_s16(vmovn_s32(a.quarter[0]), vmovn_s32(a.quarter[1]));
-    const int16x8_t high = vcombine_s16(vmovn_s32(a.quarter[2]), vmovn_s32(a.quarter[3]));
-    vst1q_s8(p, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
+  static inline I StoreCodes(int8_t* p, I a, I b, I sum) {
+    const I both[2] = {a, b};
+    for (const I& whole : both) {
+      const int16x8_t low =
+          vcombine_s16(vqmovn_s32(whole.quarter[0]), vqmovn_s32(whole.quarter[1]));
+      const int16x8_t high =
+          vcombine_s16(vqmovn_s32(whole.quarter[2]), vqmovn_s32(whole.quarter[3]));
+      const int8x16_t codes = vcombine_s8(vqmovn_s16(low), vqmovn_s16(high));
+      vst1q_s8(p, codes);
+      sum.quarter[0] = vpadalq_s16(sum.quarter[0], vpaddlq_s8(codes));
+      p += kBlockChannels;
+    }
+    return sum;
   }
 
   static inline W LoadWeights(const uint8_t* p) {

@@ -129,17 +129,26 @@ struct Portable {
     for (int i = n; i < kBlockChannels; ++i) a.lane[i] = 0;
     return a;
   }
-  // Of whole numbers in range.
-  static inline I ToInt(F a) {
+  // The nearest whole numbers, of two the even one; they must be in range.
+  static inline I RoundToInt(F a) {
     I out;
-    for (int i = 0; i < kBlockChannels; ++i) out.lane[i] = static_cast<int32_t>(a.lane[i]);
+    for (int i = 0; i < kBlockChannels; ++i) out.lane[i] = static_cast<int32_t>(rintf(a.lane[i]));
     return out;
   }
   static inline F ToFloat(I a) {
     return Map([&](int i) { return static_cast<float>(a.lane[i]); });
   }
-  static inline void StoreCodes(int8_t* p, I a) {
-    for (int i = 0; i < kBlockChannels; ++i) p[i] = static_cast<int8_t>(a.lane[i]);
+  // Stores a, then b, clamped to [-128, 127], and adds what was stored to lanes of `sum`,
+  // whichever.
+  static inline I StoreCodes(int8_t* p, I a, I b, I sum) {
+    const I both[2] = {a, b};
+    for (int i = 0; i < 2 * kBlockChannels; ++i) {
+      const int32_t whole = both[i / kBlockChannels].lane[i % kBlockChannels];
+      const int32_t code = whole < -128 ? -128 : whole > 127 ? 127 : whole;
+      p[i] = static_cast<int8_t>(code);
+      sum.lane[i % kBlockChannels] += code;
+    }
+    return sum;
   }
 
   static inline W LoadWeights(const uint8_t* p) {
