@@ -14,7 +14,7 @@ from jax_w4a8.bench.implementations import Loaded, Native
 from jax_w4a8.bench.machine import Limits
 from jax_w4a8.bench.peers import PEERS
 from jax_w4a8.bench.random_weights import packed_bytes, random_linear
-from jax_w4a8.bench.work import LinearWork, MoEWork, cosine
+from jax_w4a8.bench.work import LinearWork, MoEWork, cosine, round_of
 
 pytestmark = pytest.mark.skipif(not native_available(), reason="needs the native extension")
 
@@ -72,8 +72,54 @@ def test_figures_follow_from_time_and_sizes(monkeypatch):  # [F5]
 
 
 def test_few_tokens_touch_the_experts_that_they_chose():
-    inputs = TINY.round(1, 2, "uniform", np.random.default_rng(0))
+    inputs = TINY.round(1, 2, 2, "uniform", np.random.default_rng(0))
     assert TINY.bytes_touched(inputs) == pytest.approx(TINY.layers(1)[0].nbytes * 2 / 6 + 2 * 4 * 64)
+
+
+@pytest.mark.parametrize("routing", routings.ROUTINGS)
+def test_a_layer_that_comes_again_has_other_experts(routing):
+    work = MoEWork("many", shapes.LayerShape(32, 4, 64, 32), 32)
+    inputs = work.round(2, 7, 2, routing, np.random.default_rng(0))
+    for layer in range(2):
+        for ids in inputs.ids[layer::2]:
+            assert len(set(ids[0])) == len(set(ids[1])) == 4
+            assert routing != "one" or (ids[0] == ids[1]).all()
+        used = [expert for ids in inputs.ids[layer::2] for expert in np.unique(ids)]
+        assert len(set(used)) == len(used)
+
+
+def test_experts_that_were_used_longest_ago_come_first():
+    work = MoEWork("few", shapes.LayerShape(6, 2, 64, 32), 32)
+    used = work.round(1, 9, 1, "uniform", np.random.default_rng(0)).ids
+    for before, after in zip(used, used[3:], strict=False):
+        assert set(before[0]) == set(after[0])  # three steps use all six
+
+
+def test_short_programs_pass_as_many_layers_as_the_model_has(monkeypatch):
+    work = MoEWork("deep", shapes.LayerShape(6, 2, 64, 32, num_layers=5), 32)
+    layers = work.layers(2)
+    loaded = [Native().load(work, layers, 1), BASELINES["ragged_dot"].load(work, layers, 1)]
+    ran = []
+    for one in loaded:
+        prepare = one.prepare
+        monkeypatch.setattr(one, "prepare", lambda inputs, p=prepare: ran.append(inputs.steps) or p(inputs))
+    bench = measure.Bench(work, loaded, 2, 1, FixedLimits())
+    ours, theirs = bench.run(3, "uniform", repetitions=1)
+    assert (ours.layers, ours.steps) == (2, 6)
+    assert (theirs.layers, theirs.steps) == (1, 3)  # the first layer's alone
+    assert set(ran) == {2, 6, 1, 3}  # the first ones are to find how long they take
+    monkeypatch.setattr(measure, "_PROGRAM_SECONDS", 1e-9)
+    long, _ = bench.run(3, "uniform", repetitions=1)
+    assert long.steps == 2
+
+
+def test_a_round_of_steps_is_a_chain_of_layers():
+    layers = TINY.layers(2)
+    inputs = TINY.round(3, 3, 2, "uniform", np.random.default_rng(0))
+    native = Native().load(TINY, layers, 1)
+    last = native._run(inputs.x, inputs.weights, inputs.ids, tuple(layers))
+    third = round_of(inputs, [2])
+    np.testing.assert_array_equal(np.asarray(last), native.first_output(third))  # layer 0 again
 
 
 def test_limits_are_remembered_by_instruction_set_and_threads():
@@ -94,7 +140,7 @@ def test_limits_are_remembered_by_instruction_set_and_threads():
 def test_baselines_compute_the_same_layer(name, tokens, monkeypatch):
     monkeypatch.setattr("jax_w4a8.bench.baselines._ROWS", (8,))
     layers = TINY.layers(1)
-    inputs = TINY.round(tokens, 1, "uniform", np.random.default_rng(0))
+    inputs = TINY.round(tokens, 1, 1, "uniform", np.random.default_rng(0))
     expected = Native().load(TINY, layers, 1).first_output(inputs)
     found = BASELINES[name].load(TINY, layers, 1).first_output(inputs)
     # Float activations differ by what INT8 costs.
@@ -105,7 +151,7 @@ def test_every_shape_of_scan_computes_the_same_layer():
     from jax_w4a8.bench import baselines
 
     layers = TINY.layers(1)
-    inputs = TINY.round(40, 1, "zipf", np.random.default_rng(0))
+    inputs = TINY.round(40, 1, 1, "zipf", np.random.default_rng(0))
     expected = Native().load(TINY, layers, 1).first_output(inputs)
     matrices = baselines._int8_matrices(layers[0])
     for loaded in (
@@ -117,7 +163,7 @@ def test_every_shape_of_scan_computes_the_same_layer():
 
 def test_linear_baseline_computes_the_same():
     layers = LINEAR.layers(2)
-    inputs = LINEAR.round(5, 2, "uniform", np.random.default_rng(0))
+    inputs = LINEAR.round(5, 2, 2, "uniform", np.random.default_rng(0))
     expected = Native().load(LINEAR, layers, 1).first_output(inputs)
     found = BASELINES["dot_bf16"].load(LINEAR, layers, 1).first_output(inputs)
     assert cosine(found, expected) > 0.999
@@ -183,7 +229,7 @@ def test_installed_peers_compute_the_same(name, work):
     if missing:
         pytest.skip(f"{missing} not installed")
     layers = work.layers(2)
-    inputs = work.round(3, 2, "uniform", np.random.default_rng(0))
+    inputs = work.round(3, 2, 2, "uniform", np.random.default_rng(0))
     expected = Native().load(work, layers, 1).first_output(inputs)
     tried = 0
     for peer in PEERS[name]:

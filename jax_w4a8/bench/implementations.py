@@ -35,7 +35,7 @@ class Loaded(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self, inputs: Round) -> Callable[[], None]:
-        """Puts inputs where they are needed; the function returned, which is timed, goes over all layers."""
+        """Puts inputs where they are needed; the function returned, which is timed, runs them all."""
 
     @abc.abstractmethod
     def first_output(self, inputs: Round) -> Array:
@@ -81,16 +81,16 @@ def apply_ours(x: jax.Array, weights: jax.Array, ids: jax.Array, layer: Any, bac
 
 
 def _over_layers(apply: Apply) -> Callable[..., jax.Array]:
-    """One program that takes all layers in turn, as a model does; each waits for the one before."""
+    """One program of as many steps as a round has, as a model's; each waits for the one before."""
 
     def run(
         x: jax.Array, weights: Sequence[jax.Array], ids: Sequence[jax.Array], layers: Sequence[Any]
     ) -> jax.Array:
         y = apply(x, weights[0], ids[0], layers[0])
-        for one in range(1, len(layers)):
+        for step in range(1, len(ids)):
             corner = x[:1, :1] + 1e-30 * y[:1, :1]
             x = lax.dynamic_update_slice(x, corner, (0, 0))
-            y = apply(x, weights[one], ids[one], layers[one])
+            y = apply(x, weights[step], ids[step], layers[step % len(layers)])
         return y
 
     return jax.jit(run)
@@ -110,7 +110,7 @@ class JaxLoaded(Loaded):
     def prepare(self, inputs: Round) -> Callable[[], None]:
         """As :meth:`Loaded.prepare`."""
         arguments = jax.device_put((inputs.x, inputs.weights, inputs.ids))
-        arguments = (*jax.block_until_ready(arguments), self._layers[: inputs.layers])
+        arguments = (*jax.block_until_ready(arguments), self._layers)
 
         def run() -> None:
             jax.block_until_ready(self._run(*arguments))

@@ -8,12 +8,13 @@ import re
 
 @dataclasses.dataclass(frozen=True)
 class LayerShape:
-    """Sizes of one MoE layer, as its model's config.json gives them."""
+    """Sizes of one MoE layer, as its model's config.json gives them, and how many of them the model has."""
 
     num_experts: int
     top_k: int
     hidden_size: int
     intermediate_size: int
+    num_layers: int = 1
 
     @property
     def macs_per_token(self) -> int:
@@ -35,13 +36,14 @@ class LinearShape:
 
 
 #: By the names that ``--shape`` takes. Fields of config.json: num_experts (num_local_experts,
-#: n_routed_experts), num_experts_per_tok, hidden_size, moe_intermediate_size (intermediate_size).
+#: n_routed_experts), num_experts_per_tok, hidden_size, moe_intermediate_size (intermediate_size),
+#: num_hidden_layers without those that have no experts.
 SHAPES: dict[str, LayerShape] = {
-    "qwen3-30b-a3b": LayerShape(128, 8, 2048, 768),  # Qwen/Qwen3-30B-A3B
-    "olmoe": LayerShape(64, 8, 2048, 1024),  # allenai/OLMoE-1B-7B-0924
-    "gpt-oss-20b": LayerShape(32, 4, 2880, 2880),  # openai/gpt-oss-20b
-    "deepseek-v2-lite": LayerShape(64, 6, 2048, 1408),  # deepseek-ai/DeepSeek-V2-Lite, routed experts
-    "mixtral-8x7b": LayerShape(8, 2, 4096, 14336),  # mistralai/Mixtral-8x7B-v0.1
+    "qwen3-30b-a3b": LayerShape(128, 8, 2048, 768, 48),  # Qwen/Qwen3-30B-A3B
+    "olmoe": LayerShape(64, 8, 2048, 1024, 16),  # allenai/OLMoE-1B-7B-0924
+    "gpt-oss-20b": LayerShape(32, 4, 2880, 2880, 24),  # openai/gpt-oss-20b
+    "deepseek-v2-lite": LayerShape(64, 6, 2048, 1408, 26),  # deepseek-ai/DeepSeek-V2-Lite, routed
+    "mixtral-8x7b": LayerShape(8, 2, 4096, 14336, 32),  # mistralai/Mixtral-8x7B-v0.1
 }
 
 

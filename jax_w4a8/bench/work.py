@@ -19,12 +19,14 @@ Array = np.ndarray[Any, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """Inputs of one pass over several layers; numpy arrays.
+    """Inputs of layers that run one after another, as those of a model do; numpy arrays.
+
+    Layers are taken in turn: if there are fewer of them than steps, from the first one again.
 
     Attributes:
-      x: float32 ``[T, K]``, of every layer.
-      weights: float32 ``[T, k]`` for each layer; empty arrays for linear maps.
-      ids: int32 ``[T, k]`` for each layer; empty arrays for linear maps.
+      x: float32 ``[T, K]``, of every step.
+      weights: float32 ``[T, k]`` for each step; empty arrays for linear maps.
+      ids: int32 ``[T, k]`` for each step; empty arrays for linear maps.
     """
 
     x: Array
@@ -32,14 +34,21 @@ class Round:
     ids: tuple[Array, ...]
 
     @property
-    def layers(self) -> int:
-        """Layers that the pass goes over."""
+    def steps(self) -> int:
+        """How many layers run."""
         return len(self.ids)
 
     @property
     def tokens(self) -> int:
         """T."""
         return int(self.x.shape[0])
+
+    def passes(self, layers: int) -> list[Round]:
+        """The same inputs, cut into rounds of ``layers`` steps."""
+        return [
+            round_of(self, range(first, min(first + layers, self.steps)))
+            for first in range(0, self.steps, layers)
+        ]
 
 
 class Work(Protocol):
@@ -61,14 +70,18 @@ class Work(Protocol):
     def macs_per_token(self) -> int:
         """Multiply-accumulates."""
 
+    @property
+    def model_layers(self) -> int:
+        """Layers of this kind that a token meets in a model."""
+
     def layers(self, count: int) -> list[Any]:
         """Random layers that differ byte for byte, on the device."""
 
-    def round(self, tokens: int, layers: int, routing: str, rng: np.random.Generator) -> Round:
-        """Random inputs."""
+    def round(self, tokens: int, steps: int, layers: int, routing: str, rng: np.random.Generator) -> Round:
+        """Random inputs of ``steps`` steps over ``layers`` layers."""
 
     def bytes_touched(self, inputs: Round) -> float:
-        """Bytes that one layer must read and write, on average: weights in use, x and y, each once."""
+        """Bytes that one step must read and write, on average: weights in use, x and y, each once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,17 +109,26 @@ class MoEWork:
         """Multiply-accumulates."""
         return self.shape.macs_per_token
 
+    @property
+    def model_layers(self) -> int:
+        """MoE layers of the model that the shape is from."""
+        return self.shape.num_layers
+
     def layers(self, count: int) -> list[ExpertWeights]:
         """As :meth:`Work.layers`."""
         return [random_experts(self.shape, self.group_size, seed) for seed in range(count)]
 
-    def round(self, tokens: int, layers: int, routing: str, rng: np.random.Generator) -> Round:
-        """As :meth:`Work.round`."""
+    def round(self, tokens: int, steps: int, layers: int, routing: str, rng: np.random.Generator) -> Round:
+        """As :meth:`Work.round`; a layer that comes again has new experts, as long as it has some."""
         shape = self.shape
         x = rng.standard_normal((tokens, shape.hidden_size), np.float32)
-        ids = tuple(random_ids(shape.num_experts, shape.top_k, tokens, routing, rng) for _ in range(layers))
-        weights = tuple(rng.dirichlet(np.ones(shape.top_k), tokens).astype(np.float32) for _ in range(layers))
-        return Round(x, weights, ids)
+        last_used = np.full((layers, shape.num_experts), -1)
+        ids = []
+        for step in range(steps):
+            drawn = random_ids(shape.num_experts, shape.top_k, tokens, routing, rng)
+            ids.append(_least_recent(drawn, last_used[step % layers], step, rng))
+        weights = tuple(rng.dirichlet(np.ones(shape.top_k), tokens).astype(np.float32) for _ in range(steps))
+        return Round(x, weights, tuple(ids))
 
     def bytes_touched(self, inputs: Round) -> float:
         """As :meth:`Work.bytes_touched`."""
@@ -136,16 +158,21 @@ class LinearWork:
         """Multiply-accumulates."""
         return self.shape.macs_per_token
 
+    @property
+    def model_layers(self) -> int:
+        """One: its weights would not be cold when it comes again."""
+        return 1
+
     def layers(self, count: int) -> list[LinearWeights]:
         """As :meth:`Work.layers`."""
         sizes = (self.shape.out_features, self.shape.in_features, self.group_size)
         return [random_linear(*sizes, seed) for seed in range(count)]
 
-    def round(self, tokens: int, layers: int, routing: str, rng: np.random.Generator) -> Round:
+    def round(self, tokens: int, steps: int, layers: int, routing: str, rng: np.random.Generator) -> Round:
         """As :meth:`Work.round`; there is nothing to route."""
         x = rng.standard_normal((tokens, self.shape.in_features), np.float32)
         return Round(
-            x, (np.empty((tokens, 0), np.float32),) * layers, (np.empty((tokens, 0), np.int32),) * layers
+            x, (np.empty((tokens, 0), np.float32),) * steps, (np.empty((tokens, 0), np.int32),) * steps
         )
 
     def bytes_touched(self, inputs: Round) -> float:
@@ -160,7 +187,16 @@ def cosine(a: Array, b: Array) -> float:
     return float(first @ second / norm) if norm else 0.0
 
 
-def round_of(inputs: Round, layers: Sequence[int]) -> Round:
-    """The same inputs for some of the layers, as far as there are so many."""
-    layers = [i for i in layers if i < inputs.layers]
-    return Round(inputs.x, tuple(inputs.weights[i] for i in layers), tuple(inputs.ids[i] for i in layers))
+def round_of(inputs: Round, steps: Sequence[int]) -> Round:
+    """The same inputs, of some of the steps."""
+    return Round(inputs.x, tuple(inputs.weights[i] for i in steps), tuple(inputs.ids[i] for i in steps))
+
+
+def _least_recent(ids: Array, last_used: Array, step: int, rng: np.random.Generator) -> Array:
+    """Other experts with the same loads: those whose weights were not read for longest."""
+    used = np.unique(ids)
+    coldest = np.lexsort((rng.permutation(len(last_used)), last_used))[: len(used)]
+    names = np.empty(len(last_used), np.int32)
+    names[used] = rng.permutation(coldest)
+    last_used[coldest] = step
+    return names[ids]

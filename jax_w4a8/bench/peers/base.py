@@ -47,15 +47,15 @@ class LoadedTorchLayers(Loaded):
 
     @abc.abstractmethod
     def calls(self, inputs: Round) -> tuple[Callable[[int], None], Any]:
-        """A function that runs one layer, by its number, and the tensor that it writes."""
+        """A function that runs one step, by its number, and the tensor that it writes."""
 
     def prepare(self, inputs: Round) -> Callable[[], None]:
         """As :meth:`Loaded.prepare`."""
         call, _ = self.calls(inputs)
 
         def run() -> None:
-            for layer in range(inputs.layers):
-                call(layer)
+            for step in range(inputs.steps):
+                call(step)
 
         return run
 

@@ -105,9 +105,9 @@ class _Loaded(LoadedTorchLayers):
             for w, i in zip(inputs.weights, inputs.ids, strict=True)
         ]
 
-        def call(layer: int) -> None:
-            ids, weights = routing[layer]
-            self._layers[layer].forward(
+        def call(step: int) -> None:
+            ids, weights = routing[step]
+            self._layers[step % self.num_layers].forward(
                 count.data_ptr(),
                 self._top_k,
                 ids.data_ptr(),

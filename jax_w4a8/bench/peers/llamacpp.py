@@ -114,16 +114,16 @@ class _Loaded(Loaded):
         linear: Any = self._work.shape  # type: ignore[attr-defined]
         return [new_2d(self._context, kind, linear.in_features, linear.out_features)]
 
-    def _graph(self, tokens: int, layers: int) -> _Graph:
-        if (tokens, layers) not in self._graphs:
+    def _graph(self, tokens: int, steps: int) -> _Graph:
+        if (tokens, steps) not in self._graphs:
             for graph in self._graphs.values():
                 graph.free()
-            self._graphs = {(tokens, layers): self._build(tokens, layers)}
-        return self._graphs[tokens, layers]
+            self._graphs = {(tokens, steps): self._build(tokens, steps)}
+        return self._graphs[tokens, steps]
 
-    def _build(self, tokens: int, layers: int) -> _Graph:
+    def _build(self, tokens: int, steps: int) -> _Graph:
         g = self._g
-        nodes = 64 * layers + 64
+        nodes = 64 * steps + 64
         context = ggml.context(2 * nodes, nodes)
         graph = g.ggml_new_graph_custom(context, nodes, False)
         x = g.ggml_new_tensor_2d(context, ggml.F32, _input_sizes(self._work)[0], tokens)
@@ -131,7 +131,8 @@ class _Loaded(Loaded):
         ids: list[Any] = []
         weights: list[Any] = []
         outputs = []
-        for tensors in self._layers[:layers]:
+        for step in range(steps):
+            tensors = self._layers[step % self.num_layers]
             if isinstance(self._work, MoEWork):
                 ids.append(g.ggml_new_tensor_2d(context, ggml.I32, self._work.shape.top_k, tokens))
                 weights.append(g.ggml_new_tensor_3d(context, ggml.F32, 1, self._work.shape.top_k, tokens))
@@ -167,7 +168,7 @@ class _Loaded(Loaded):
         return total
 
     def _fill(self, inputs: Round) -> _Graph:
-        graph = self._graph(inputs.tokens, inputs.layers)
+        graph = self._graph(inputs.tokens, inputs.steps)
         ggml.write(graph.x, inputs.x)
         for tensor, values in zip(graph.ids, inputs.ids, strict=False):
             ggml.write(tensor, values)

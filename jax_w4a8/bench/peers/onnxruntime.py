@@ -114,16 +114,17 @@ class _Session(Loaded):
 
     def prepare(self, inputs: Round) -> Callable[[], None]:
         """As :meth:`Loaded.prepare`."""
-        feed = self._feed(inputs)
+        feeds = [self._feed(part) for part in inputs.passes(self.num_layers)]
 
         def run() -> None:
-            self._session.run(None, feed)
+            for feed in feeds:
+                self._session.run(None, feed)
 
         return run
 
     def first_output(self, inputs: Round) -> Array:
         """As :meth:`Loaded.first_output`."""
-        output: Array = self._session.run(None, self._feed(inputs))[0]
+        output: Array = self._session.run(None, self._feed(inputs.passes(self.num_layers)[0]))[0]
         return output
 
     def close(self) -> None:

@@ -152,17 +152,19 @@ class _Loaded(Loaded):
     def prepare(self, inputs: Round) -> Callable[[], None]:
         """As :meth:`Loaded.prepare`."""
         request = self._compiled.create_infer_request()
-        feed = self._feed(inputs)
-        request.infer(feed, share_inputs=True, share_outputs=True)  # allocates
+        feeds = [self._feed(part) for part in inputs.passes(self.num_layers)]
+        request.infer(feeds[0], share_inputs=True, share_outputs=True)  # allocates
 
         def run() -> None:
-            request.infer(feed, share_inputs=True, share_outputs=True)
+            for feed in feeds:
+                request.infer(feed, share_inputs=True, share_outputs=True)
 
         return run
 
     def first_output(self, inputs: Round) -> Array:
         """As :meth:`Loaded.first_output`."""
-        return np.array(self._compiled.create_infer_request().infer(self._feed(inputs))[0])
+        feed = self._feed(inputs.passes(self.num_layers)[0])
+        return np.array(self._compiled.create_infer_request().infer(feed)[0])
 
     def close(self) -> None:
         """As :meth:`Loaded.close`."""

@@ -72,9 +72,9 @@ class _Loaded(LoadedTorchLayers):
         ]
         out = torch.empty_like(x)
 
-        def call(layer: int) -> None:
-            (w13, s13), (w2, s2) = self._layers[layer]
-            weights, ids = routing[layer]
+        def call(step: int) -> None:
+            (w13, s13), (w2, s2) = self._layers[step % self.num_layers]
+            weights, ids = routing[step]
             op(out, x, w13, w2, None, None, weights, ids, False, "silu", s13, s2)
 
         return call, out
