@@ -373,9 +373,9 @@ struct PackedSource {
   }
 };
 
-// Bytes and floats that DecodePanel wrote: right when several tiles of rows use the same weights.
-// While their products keep the arithmetic busy memory would be idle, so the first two tiles fetch
-// the codes that the next panel will be decoded from, one block each.
+// Bytes and floats that the first of several tiles of rows decoded. While their products keep the
+// arithmetic busy memory would be idle, so the first two tiles fetch the codes that the next panel
+// will be decoded from, one block each.
 template <class V>
 struct PanelSource {
   static constexpr bool kInPackedOrder = false;  // but in that of Products<V>::StoreRun
@@ -408,29 +408,49 @@ struct PanelSource {
 template <class V>
 struct Products;
 
-// Decodes a range, whose codes the panel before has fetched, into codes and scales.
+// As PackedSource, of codes that were fetched while the panel before was in use: right for the
+// first of several tiles. Weights and scales are left to the others as PanelSource reads them; on
+// the way the codes of the panel that comes next are fetched.
 template <class V, DType kScale>
-static void DecodePanel(const PackedMatrix& w, const PairRange& range, uint8_t* panel,
-                        float* scales) {
-  const uint8_t* first = CodesAt(w, range.first, range.begin);
-  const uint8_t* second = CodesAt(w, range.second, range.begin);
-  for (int64_t k = range.begin; k < range.end; k += kRunInputs) {
-    WeightPair<V> low, high;
-    V::Unpack(first, &low.first, &high.first);
-    V::Unpack(second, &low.second, &high.second);
-    Products<V>::StoreRun(low, high, panel);
-    first += kRunBytes;
-    second += kRunBytes;
+struct DecodingSource {
+  static constexpr bool kInPackedOrder = true;
+
+  const uint8_t* codes[2];
+  const void* scale;
+  int64_t scale_index[2];  // of the group that comes next
+  uint8_t* panel;
+  float* scales;
+  const uint8_t* ahead;
+
+  DecodingSource(const PackedMatrix& w, const PairRange& range, const uint8_t* following,
+                 uint8_t* weights_out, float* scales_out)
+      : codes{CodesAt(w, range.first, range.begin), CodesAt(w, range.second, range.begin)},
+        scale(w.scale),
+        scale_index{(range.first * w.groups + range.group) * kBlockChannels,
+                    (range.second * w.groups + range.group) * kBlockChannels},
+        panel(weights_out),
+        scales(scales_out),
+        ahead(following) {}
+
+  inline void Next(WeightPair<V>* low, WeightPair<V>* high) {
+    V::Unpack(codes[0], &low->first, &high->first);
+    V::Unpack(codes[1], &low->second, &high->second);
+    Products<V>::StoreRun(*low, *high, panel);
+    V::Prefetch(ahead);
+    codes[0] += kRunBytes;
+    codes[1] += kRunBytes;
     panel += 4 * kRunBytes;
+    ahead += kRunBytes;
   }
-  const int64_t last_group = (range.end - 1) / w.group_width;
-  for (int64_t group = range.group; group <= last_group; ++group, scales += 2 * kBlockChannels) {
-    const int64_t index[2] = {(range.first * w.groups + group) * kBlockChannels,
-                              (range.second * w.groups + group) * kBlockChannels};
-    V::Store(scales, LoadScale<V>(w.scale, kScale, index[0]));
-    V::Store(scales + kBlockChannels, LoadScale<V>(w.scale, kScale, index[1]));
+
+  inline typename V::F NextScale(int block) {
+    const typename V::F value = LoadScale<V>(scale, kScale, scale_index[block]);
+    V::Store(scales, value);
+    scale_index[block] += kBlockChannels;
+    scales += kBlockChannels;
+    return value;
   }
-}
+};
 
 // Adds the products of kChunkInputs inputs to the sums of R rows and two blocks.
 template <class V, int R, class Source, class Sum>
@@ -652,7 +672,7 @@ struct PanelCursor {
   }
 };
 
-// Fetches the scales that DecodePanel reads for a range.
+// Fetches the scales of a range.
 template <class V, DType kScale>
 static inline void FetchScales(const PackedMatrix& w, const PairRange& range) {
   constexpr int64_t kScaleBytes = kScale == DType::kBF16 ? 2 : 4;
@@ -666,20 +686,22 @@ static inline void FetchScales(const PackedMatrix& w, const PairRange& range) {
   }
 }
 
-// All rows against a decoded panel, while the one that follows it at `cursor` is fetched.
+// All rows against a panel, while the one that follows it at `cursor` is fetched.
 template <class V, DType kScale>
-static void RowsOfPanel(const MatmulArgs& args, const PairRange& range, const float* scales,
-                        const PanelCursor& cursor) {
+static void RowsOfPanel(const MatmulArgs& args, const PairRange& range, const PanelCursor& cursor) {
   const PackedMatrix& w = args.weights;
   const int64_t tiles = TileCount<V>(args);
   const PairRange following = cursor.AtEnd(args) ? range : cursor.Range(w);
   const uint8_t* ahead[2] = {CodesAt(w, following.first, following.begin),
                              CodesAt(w, following.second, following.begin)};
+  float* scales = reinterpret_cast<float*>(args.panel + kPanelBytes);
   FetchScales<V, kScale>(w, following);
-  for (int64_t tile = 0; tile < tiles; ++tile) {
+  const DecodingSource<V, kScale> packed(w, range, ahead[0], args.panel, scales);
+  DispatchTile<V, V::kTileRows>(args, packed, range, 0, TileBegin<V>(args, 1));
+  for (int64_t tile = 1; tile < tiles; ++tile) {
     const int64_t row = TileBegin<V>(args, tile);
     PanelSource<V> source = {args.panel, scales, args.panel, 0};
-    if (tile < 2) source = {args.panel, scales, ahead[tile], kRunBytes};
+    if (tile == 1) source = {args.panel, scales, ahead[1], kRunBytes};
     DispatchTile<V, V::kTileRows>(args, source, range, row, TileBegin<V>(args, tile + 1) - row);
   }
 }
@@ -696,12 +718,10 @@ static void MatmulScaled(const MatmulArgs& args) {
     }
     return;
   }
-  float* scales = reinterpret_cast<float*>(args.panel + kPanelBytes);
   for (PanelCursor cursor = {args.block_begin, 0}; !cursor.AtEnd(args);) {
     const PairRange range = cursor.Range(w);
-    DecodePanel<V, kScale>(w, range, args.panel, scales);
     cursor.Advance(w);
-    RowsOfPanel<V, kScale>(args, range, scales, cursor);
+    RowsOfPanel<V, kScale>(args, range, cursor);
   }
 }
 

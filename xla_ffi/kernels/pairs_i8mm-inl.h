@@ -219,6 +219,20 @@ struct Products<NeonI8mm> {
     }
     tile.Store();
   }
+
+  // Pairs take one block after the other, so both are decoded before.
+  template <int R, DType kScale>
+  static inline void AddRange(const MatmulArgs& args, DecodingSource<NeonI8mm, kScale> source,
+                              const PairRange& range, int64_t row) {
+    const PanelSource<NeonI8mm> decoded = {source.panel, source.scales, source.panel, 0};
+    WeightPair<NeonI8mm> low, high;
+    for (int64_t k = range.begin; k < range.end; k += kRunInputs) source.Next(&low, &high);
+    const int64_t width = args.weights.group_width;
+    for (int64_t group = range.group; group * width < range.end; ++group) {
+      for (int n = 0; n < 2; ++n) source.NextScale(n);
+    }
+    AddRange<R>(args, decoded, range, row);
+  }
 };
 
 // As PeakProbe, with `smmla`.
