@@ -14,9 +14,11 @@
 #if (defined(__GNUC__) || defined(__clang__)) && !defined(JAX_W4A8_PORTABLE)
 #define JAX_W4A8_UNROLL _Pragma("GCC unroll 16")
 #define JAX_W4A8_INLINE inline __attribute__((always_inline))
+#define JAX_W4A8_NOINLINE __attribute__((noinline))
 #else
 #define JAX_W4A8_UNROLL
 #define JAX_W4A8_INLINE inline
+#define JAX_W4A8_NOINLINE
 #endif
 
 // What a prefetch brings.
@@ -359,11 +361,15 @@ struct PackedSource {
     V::Prefetch(codes[1] + ahead);
     codes[0] += kRunBytes;
     codes[1] += kRunBytes;
-    left -= kRunBytes;
-    if (left == 0) {
-      ahead += block_bytes;
-      left = block_bytes;
-    }
+  }
+
+  // After the runs of kChunkInputs inputs.
+  inline void EndChunk() {
+    left -= kChunkInputs / kRunInputs * kRunBytes;
+    // Not a branch: around one, compilers move accumulators from register to register.
+    const int64_t jump = -static_cast<int64_t>(left == 0) & block_bytes;
+    ahead += jump;
+    left += jump;
   }
 
   inline typename V::F NextScale(int block) {
@@ -374,7 +380,7 @@ struct PackedSource {
 };
 
 // Bytes and floats that the first of several tiles of rows decoded. While their products keep the
-// arithmetic busy memory would be idle, so the first two tiles fetch the codes that the next panel
+// arithmetic busy memory would be idle, so the first two tiles fetch the codes that a later panel
 // will be decoded from, one block each.
 template <class V>
 struct PanelSource {
@@ -394,6 +400,7 @@ struct PanelSource {
     next += 4 * kRunBytes;
     ahead += ahead_step;
   }
+  inline void EndChunk() {}
 
   // Of the first block, then of the second.
   inline typename V::F NextScale(int) {
@@ -403,14 +410,18 @@ struct PanelSource {
   }
 };
 
+// Panels between the one in use and the one that is fetched: with few tiles of rows a panel's
+// products take less than memory's latency under load.
+constexpr int kPanelsAhead = 2;
+
 // What a class of vectors may do in a way of its own, by a specialisation: the order of a run's
 // weights in a panel, and the products of a tile.
 template <class V>
 struct Products;
 
-// As PackedSource, of codes that were fetched while the panel before was in use: right for the
-// first of several tiles. Weights and scales are left to the others as PanelSource reads them; on
-// the way the codes of the panel that comes next are fetched.
+// As PackedSource, of codes that were fetched before: right for the first of several tiles. Weights
+// and scales are left to the others as PanelSource reads them; on the way the codes of a later
+// panel are fetched.
 template <class V, DType kScale>
 struct DecodingSource {
   static constexpr bool kInPackedOrder = true;
@@ -422,7 +433,7 @@ struct DecodingSource {
   float* scales;
   const uint8_t* ahead;
 
-  DecodingSource(const PackedMatrix& w, const PairRange& range, const uint8_t* following,
+  DecodingSource(const PackedMatrix& w, const PairRange& range, const uint8_t* to_fetch,
                  uint8_t* weights_out, float* scales_out)
       : codes{CodesAt(w, range.first, range.begin), CodesAt(w, range.second, range.begin)},
         scale(w.scale),
@@ -430,7 +441,7 @@ struct DecodingSource {
                     (range.second * w.groups + range.group) * kBlockChannels},
         panel(weights_out),
         scales(scales_out),
-        ahead(following) {}
+        ahead(to_fetch) {}
 
   inline void Next(WeightPair<V>* low, WeightPair<V>* high) {
     V::Unpack(codes[0], &low->first, &high->first);
@@ -442,6 +453,7 @@ struct DecodingSource {
     panel += 4 * kRunBytes;
     ahead += kRunBytes;
   }
+  inline void EndChunk() {}
 
   inline typename V::F NextScale(int block) {
     const typename V::F value = LoadScale<V>(scale, kScale, scale_index[block]);
@@ -472,6 +484,7 @@ static JAX_W4A8_INLINE void AddChunk(Source& source, const int8_t* codes, Sum (&
       sum[r][1] = V::Dot(sum[r][1], high.second, four);
     }
   }
+  source.EndChunk();
 }
 
 // Adds a range of inputs to the totals of the R rows from `row` on. Sums of a group that
@@ -480,10 +493,11 @@ static JAX_W4A8_INLINE void AddChunk(Source& source, const int8_t* codes, Sum (&
 // Registers, AVX-512: R = 12 takes 24 accumulators, 4 weights and a few broadcasts of 32. Totals
 // live in the first-level cache: a group touches them once, on ports that products leave idle,
 // whereas registers for them make compilers move accumulators about. AVX2 has 16 registers for R =
-// 3: 12 of 16-bit partial sums; sums are on the stack, touched once a chunk.
+// 3: 12 of 16-bit partial sums; sums are on the stack, touched once a chunk. Every height of tile
+// is a function of its own: inlined into one, compilers keep accumulators of some in memory.
 template <class V, int R, class Source>
-static inline void AddVectors(const MatmulArgs& args, Source source, const PairRange& range,
-                              int64_t row) {
+static JAX_W4A8_NOINLINE void AddVectors(const MatmulArgs& args, Source source,
+                                         const PairRange& range, int64_t row) {
   const int64_t groups = args.weights.groups, width = args.weights.group_width;
   const int8_t* codes = args.row_tiles + row * groups * width + range.begin * R;
   const int32_t* start = args.row_starts + row * groups + range.group * R;
@@ -686,22 +700,23 @@ static inline void FetchScales(const PackedMatrix& w, const PairRange& range) {
   }
 }
 
-// All rows against a panel, while the one that follows it at `cursor` is fetched.
+// All rows against a panel, while codes and scales of the range `ahead` are fetched.
 template <class V, DType kScale>
-static void RowsOfPanel(const MatmulArgs& args, const PairRange& range, const PanelCursor& cursor) {
+static void RowsOfPanel(const MatmulArgs& args, const PairRange& range, const PairRange& ahead) {
   const PackedMatrix& w = args.weights;
   const int64_t tiles = TileCount<V>(args);
-  const PairRange following = cursor.AtEnd(args) ? range : cursor.Range(w);
-  const uint8_t* ahead[2] = {CodesAt(w, following.first, following.begin),
-                             CodesAt(w, following.second, following.begin)};
   float* scales = reinterpret_cast<float*>(args.panel + kPanelBytes);
-  FetchScales<V, kScale>(w, following);
-  const DecodingSource<V, kScale> packed(w, range, ahead[0], args.panel, scales);
+  FetchScales<V, kScale>(w, ahead);
+  const DecodingSource<V, kScale> packed(w, range, CodesAt(w, ahead.first, ahead.begin), args.panel,
+                                         scales);
   DispatchTile<V, V::kTileRows>(args, packed, range, 0, TileBegin<V>(args, 1));
   for (int64_t tile = 1; tile < tiles; ++tile) {
     const int64_t row = TileBegin<V>(args, tile);
     PanelSource<V> source = {args.panel, scales, args.panel, 0};
-    if (tile == 1) source = {args.panel, scales, ahead[1], kRunBytes};
+    if (tile == 1) {
+      source.ahead = CodesAt(w, ahead.second, ahead.begin);
+      source.ahead_step = kRunBytes;
+    }
     DispatchTile<V, V::kTileRows>(args, source, range, row, TileBegin<V>(args, tile + 1) - row);
   }
 }
@@ -718,10 +733,13 @@ static void MatmulScaled(const MatmulArgs& args) {
     }
     return;
   }
+  PanelCursor ahead = {args.block_begin, 0};
+  for (int i = 0; i < kPanelsAhead; ++i) ahead.Advance(w);
   for (PanelCursor cursor = {args.block_begin, 0}; !cursor.AtEnd(args);) {
     const PairRange range = cursor.Range(w);
+    RowsOfPanel<V, kScale>(args, range, ahead.AtEnd(args) ? range : ahead.Range(w));
     cursor.Advance(w);
-    RowsOfPanel<V, kScale>(args, range, cursor);
+    ahead.Advance(w);
   }
 }
 
