@@ -39,6 +39,8 @@ _OVERHEAD_BYTES = 3 << 30
 _LAYERS_OF_FEW = 8
 #: Layers that many tokens take in turn: each of them reads more than a cache holds.
 _LAYERS_OF_MANY = 2
+#: The same of linear maps: so short that what a program does once, such as a copy of x, would weigh.
+_LINEARS_OF_MANY = 16
 #: One call over small linear maps should touch this much, so that none is met in a cache.
 _COLD_BYTES = 256 << 20
 
@@ -202,7 +204,8 @@ def _measure(
             print(f"  {one.name}: left out, {reason}", flush=True)
     few = [tokens for tokens in args.tokens if tokens <= FEW_TOKENS]
     many = [tokens for tokens in args.tokens if tokens > FEW_TOKENS]
-    for tokens_of_kind, part in ((few, layers), (many, layers[:_LAYERS_OF_MANY])):
+    count = _LINEARS_OF_MANY if isinstance(work, LinearWork) else _LAYERS_OF_MANY
+    for tokens_of_kind, part in ((few, layers), (many, layers[:count])):
         if not tokens_of_kind:
             continue
         loaded = [one.load(work, part, threads) for one in usable]
