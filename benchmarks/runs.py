@@ -76,7 +76,7 @@ RUNS: dict[str, Run] = {
     ),
     "linear": Run(
         "linear",
-        f"--linear 1536x2048 --group-size 32 128 {_BOTH} --peer openvino onnxruntime --repetitions 5",
+        f"--linear 1536x2048 --group-size 32 128 {_BOTH} --peer openvino onnxruntime --repetitions 15",
         "A dense linear map, against OpenVINO and ONNX Runtime",
     ),
     "pure-jax": Run(

@@ -49,7 +49,8 @@ def _layer(record: Mapping[str, Any]) -> list[str]:
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, str]:
     bound = "read bandwidth" if row["bound"] == "memory" else "the dot products' peak"
-    return f"{row['milliseconds']:#.3g} ms", f"{100 * row['share_of_bound']:.0f} % of {bound}"
+    time = f"{row['milliseconds']:#.3g}".rstrip(".")
+    return f"{time} ms", f"{100 * row['share_of_bound']:.0f} % of {bound}"
 
 
 def _peers(records: Mapping[str, Any]) -> list[str]:
