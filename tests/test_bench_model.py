@@ -107,7 +107,8 @@ def test_configs_and_shapes_agree():
             config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config
         )
         inner = config.get("moe_intermediate_size", config["intermediate_size"])
-        sizes = (experts, config["num_experts_per_tok"], config["hidden_size"], inner)
+        layers = config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
+        sizes = (experts, config["num_experts_per_tok"], config["hidden_size"], inner, layers)
         assert sizes == dataclasses.astuple(shape), name
 
 

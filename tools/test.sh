@@ -8,4 +8,4 @@ venv=${VENV:-.venv}
 "$venv/bin/python" -m pip install --quiet --editable '.[test]'
 PATH=$PWD/$venv/bin:$PATH bash tools/lint.sh
 # Two at once, whole files each: most of the time goes into compiling, which takes one core.
-"$venv/bin/python" -m pytest --numprocesses 2 --dist loadfile "$@"
+"$venv/bin/python" -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
